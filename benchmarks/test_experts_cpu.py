@@ -2,7 +2,8 @@
 
 Forward and backward of whole layers with the same weights, router included, in turn on one thread; CPU times are
 compared by their shortest. Beside the layers, the nine products of every expert alone, which no float32 layer can do
-without: the share of transformers' time that they take is the least that a faster layer could reach.
+without: their share of transformers' time is the least that a layer can reach. Where the share is above `GOAL`, the
+output says so, and the bound of the assertion is relative to the products.
 
 Kept bytes are the storages that autograd saves, each once, without parameters: of transformers' layer the floating
 ones without the experts' gathered inputs (its copies of x), of Weft's layer all.
@@ -24,11 +25,12 @@ from benchmarks.conftest import Tell
 from benchmarks.timing import Processor, in_turn
 
 TOKENS, ROUNDS = 2048, 7
+GOAL = 0.7  # of transformers' time
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layer's sizes. most: the share of transformers' time that Weft's layer may take."""
+    """A layer's sizes. most: Weft's time over that of the products alone, at most, where `GOAL` is not reached."""
 
     hidden: int
     inner: int
@@ -40,14 +42,15 @@ class Sizes:
         return f"{self.count} experts of {self.choices}, {self.hidden} x {self.inner}"
 
 
-# Mixtral's experts are 3.5 times as wide as its hidden states, Qwen 3's 0.375 times. With Mixtral's sizes the products,
-# at the core's full speed, take nearly all of transformers' time: only the rest can be saved. The bounds leave room for
-# other programs on the machine, which slow the memory more than the products.
+# Mixtral's experts are 3.5 times as wide as its hidden states, Qwen 3's 0.375 times; the last sizes are mixtral-tiny's.
+# A narrow expert has few products for each row which is gathered, activated and added, in memory beyond the core's own
+# caches. The bounds leave room for further programs on the machine, which slow the memory more than the products.
 SIZES = [
-    Sizes(256, 96, 64, 8, most=0.80),
-    Sizes(512, 192, 64, 8, most=0.90),
-    Sizes(256, 896, 8, 2, most=1.05),
-    Sizes(512, 1792, 8, 2, most=1.05),
+    Sizes(256, 96, 64, 8, most=1.8),
+    Sizes(512, 192, 64, 8, most=1.5),
+    Sizes(256, 896, 8, 2, most=1.25),
+    Sizes(512, 1792, 8, 2, most=1.15),
+    Sizes(128, 192, 8, 2, most=1.9),
 ]
 
 Layer = Callable[[Tensor], Tensor]
@@ -152,7 +155,11 @@ def test_time_beside_transformers(of: Sizes, one_thread: None, tell: Tell) -> No
         ratio = shortest[name] / shortest["transformers"]
         print(f"{name:20}{shortest[name] * 1e3:9.1f} ms{ratio:8.3f} of transformers")
         tell(title, name, "host_time", **timed.figures)
-    assert shortest["Weft"] <= of.most * shortest["transformers"]
+    least = shortest["the products alone"]
+    print(f"Weft takes {shortest['Weft'] / least:.2f} of the products' time")
+    if least > GOAL * shortest["transformers"]:
+        print(f"no layer in float32 takes {GOAL} of transformers' time here: the products alone take more")
+    assert shortest["Weft"] <= max(GOAL * shortest["transformers"], of.most * least)
 
 
 def saved(run: Layer, x: Tensor, parameters: list[Tensor]) -> dict[int, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import all_gather_matmul, linear, matmul_reduce_scatter
 from weft.kernels.launching.measured import write_table
-from weft.kernels.matmul.sharded.choice import TABLE, Form, ProductClass, Timing, chip_of
+from weft.kernels.matmul.sharded.choice import TABLE, Form, ShardedProduct, Timing, chip_name
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard
 
@@ -80,7 +80,7 @@ def timed(
     found = in_turn(ways, clock, rounds=rounds, replayed=())
     slowest = torch.tensor([found[STEPS].median, found[PAIR].median], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    of = ProductClass.of(form, chip_of(slowest.device), dtype, dist.get_world_size(), M, N, K)
+    of = ShardedProduct.of(form, chip_name(slowest.device), dtype, dist.get_world_size(), M, N, K)
     return Timing(of=of, seconds=float(slowest[0]), pair_seconds=float(slowest[1]), where=where)
 
 
@@ -104,9 +104,9 @@ def measure(
     products: Iterable[tuple[Form, int, int]] = PRODUCTS,
 ) -> None:
     """Times the products, and adds each row to the table at once. Every rank must call this."""
-    rows, chip = Timing.read(table), chip_of(torch.device(device))
+    rows, chip = Timing.read(table), chip_name(torch.device(device))
     for M, (form, N, K) in itertools.product(tokens, products):
-        known = rows.get(ProductClass.of(form, chip, dtype, dist.get_world_size(), M, N, K))
+        known = rows.get(ShardedProduct.of(form, chip, dtype, dist.get_world_size(), M, N, K))
         if (
             known is not None and known.where == where
         ):  # all ranks agree: all read the same table, and add the same rows

@@ -1,6 +1,7 @@
 """docs/architecture.md is true: a row for each source file, and every function, path and link that the page names."""
 
 import ast
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -124,6 +125,12 @@ def test_rows_stand_in_the_order_of_the_files() -> None:
         assert names == sorted(names, key=lambda name: (name != "__init__.py", name)), folder
 
 
+def test_no_text_stands_within_a_table() -> None:
+    lines = TEXT.splitlines()
+    cut = [line for above, line in itertools.pairwise(lines) if line.startswith("| `") and not above.startswith("|")]
+    assert not cut
+
+
 def test_a_job_is_no_copy_of_the_docstring() -> None:
     copied = [path for path, job in ROWS if path in SOURCES and f"{job}." == first_sentence(SOURCES[path])]
     assert not copied
@@ -183,6 +190,15 @@ QUESTIONS = [
     ("ranks different plans", "reshard/moving/order_check.py"),
     ("tensor-parallel boundary", "models/parallel/boundaries.py"),
     ("slow link", "reshard/planning/links.py"),
+    ("--mesh.ep divide experts", "models/train/run.py"),
+    ("choice torch's attention", "kernels/attention/sharded/op.py"),
+    ("gradient sinks", "kernels/attention/launch.py"),
+    ("bound weft plan", "models/predict/plan_prices.py"),
+    ("which rank has which stages", "models/schedules/pipeline_plan.py"),
+    ("order gradients sent", "reshard/training/gradient_sync.py"),
+    ("newest checkpoint", "models/train/folder.py"),
+    ("not rounding", "models/compare/report.py"),
+    ("exit status 2", "models/cli/arguments.py"),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from weft.kernels.launching.measured import write_table
-from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, ProductClass, Timing
+from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, ShardedProduct, Timing
 
 from benchmarks import tune_in_steps
 from benchmarks.timing import Host
@@ -26,7 +26,7 @@ def found(form: Form) -> Timing:
 def test_both_ways_are_compared_and_timed(pool: Pool, form: Form, tmp_path: Path) -> None:
     first, second = pool.run(found, form, ranks=2)
     assert first == second and min(first.seconds, first.pair_seconds) > 0
-    assert first.of == ProductClass(form, "cpu", "float32", 2, 8, 16, 8)
+    assert first.of == ShardedProduct(form, "cpu", "float32", 2, 8, 16, 8)
     write_table({first.of: first}, tmp_path / "table.json")
     assert Timing.read(tmp_path / "table.json") == {first.of: first}
 

@@ -263,6 +263,26 @@ def test_the_command_shown_has_one_loss_on_every_mesh(recipe: str, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
+@pytest.mark.table  # minutes for each of two runs
+@pytest.mark.timeout(3600)
+def test_a_mixture_ends_below_the_dense_model_as_the_guide_shows(tmp_path: Path) -> None:
+    """The guide's two commands print the guide's losses, up to what other roundings change in 200 steps."""
+    guide = (ROOT / "docs/guides/experts.md").read_text()
+    (section,) = re.findall(r"^## Beside a dense model$(.*?)^## ", guide, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\./run (train .*)$", section, re.MULTILINE)
+    ended = r"^loss on held-out text \S+ -> (\S+),"
+    shown = [float(each) for each in re.findall(ended, section, re.MULTILINE)]
+    found = []
+    for command in commands:
+        done = weft(*command.split(), cwd=tmp_path, patience=1200)
+        assert done.returncode == 0, done.stderr
+        found += [float(each) for each in re.findall(ended, done.stdout, re.MULTILINE)]
+    assert found == pytest.approx(shown, abs=0.015)
+    dense, mixture = found
+    assert mixture < dense
+
+
+@pytest.mark.exhaustive
 def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from weft import kernels
-from weft.kernels.dispatch.autocast import RUNS
+from weft.kernels.dispatch.autocast import CASTS
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 
@@ -53,7 +53,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor], lower
 
 
 def test_the_table_has_every_op():
-    assert set(OPS) == set(RUNS)
+    assert set(OPS) == set(CASTS)
 
 
 def test_the_guides_table_is_the_same():
@@ -61,7 +61,7 @@ def test_the_guides_table_is_the_same():
         r"^\| (`.+?) \| (.+?)(?:;.*)? \|$", (ROOT / "docs/guides/mixed_precision.md").read_text(), re.MULTILINE
     )
     named = [(op, dtype) for ops, dtype in table for op in re.findall(r"`(\w+)`", ops)]
-    assert sorted(named) == sorted((op, runs.value) for op, runs in RUNS.items())
+    assert sorted(named) == sorted((op, cast_to.value) for op, cast_to in CASTS.items())
 
 
 @LOWER

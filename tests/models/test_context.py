@@ -74,6 +74,8 @@ def on_mesh(
     with Collectives() as seen, CollectiveCount() as count:
         if natural:
             layout = Layout(grid, {"dp": Shard(0), "cp": Shard(1)} if "dp" in mesh else {"cp": Shard(1)})
+            shape = given["tokens"].shape
+            given = {"positions": torch.arange(shape[1]).expand(shape), **given}
             inputs = {name: distribute(tensor, layout) for name, tensor in given.items()}
         else:
             laid = lay_out_batch(grid, chosen, **given)
@@ -196,9 +198,12 @@ def scores(cp: int, length: int, natural: bool) -> int:
     stretches.fused_calls_of = counting
     options._cached_fused_calls.cache_clear()
     try:
-        model(distribute(tokens, Layout(grid, {"cp": Shard(1)}))) if natural else model(
-            laid.tokens, positions=laid.positions
-        )
+        if natural:
+            places = torch.arange(length).expand(1, length)
+            layout = Layout(grid, {"cp": Shard(1)})
+            model(distribute(tokens, layout), positions=distribute(places, layout))
+        else:
+            model(laid.tokens, positions=laid.positions)
     finally:
         stretches.fused_calls_of = fused_calls_of
     return count

@@ -89,7 +89,7 @@ def test_a_batch_that_does_not_fit_is_named(pool: Any) -> None:
 
 
 def without_positions(kind: str, family: str, packed: bool, compiled: bool = False) -> list[Tensor]:
-    """Logits in reading order, without positions given: of the laid-out batch, then of tokens in reading order."""
+    """Logits in reading order: of the laid-out batch without positions, then of tokens in reading order."""
     grid = ProcessMesh.grid(cp=2)
     model = make() if family == "llama" else small_gpt()
     plan = replace(model.parallel_plan(), context=kind)
@@ -101,7 +101,8 @@ def without_positions(kind: str, family: str, packed: bool, compiled: bool = Fal
     found = [laid.as_read(to_global(called(laid.tokens, documents=laid.documents)))]
     natural = distribute(given["tokens"], Layout(grid, {"cp": Shard(1)}))
     documents = distribute(given["documents"], Layout(grid)) if packed else None
-    found.append(to_global(called(natural, documents=documents)))
+    positions = distribute(torch.arange(11).expand(given["tokens"].shape), Layout(grid, {"cp": Shard(1)}))
+    found.append(to_global(called(natural, positions=positions, documents=documents)))
     return [each.detach() for each in found]
 
 
@@ -130,6 +131,72 @@ def test_a_compiled_model_tells_the_orders_of_tokens_apart(pool: Any) -> None:
     for found in pool.run(without_positions, "all_gather", "llama", False, True, ranks=2):
         for logits in found:
             torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+
+
+def logits_of_a_copy(kind: str, packed: bool) -> tuple[Tensor, Tensor | str, Tensor]:
+    """Logits of a batch; of a copy of the tokens alone, or the error; of the copy beside the batch's positions."""
+    model, grid = make(), ProcessMesh.grid(cp=2)
+    plan = replace(model.parallel_plan(), context=kind)
+    parallelize(model, grid, plan)
+    laid = lay_out_batch(grid, plan, **batch(11, packed))
+    copy = laid.tokens.clone()
+    documents = laid.documents
+    expected = to_global(model(laid.tokens, positions=laid.positions, documents=documents)).detach()
+    try:
+        alone: Tensor | str = to_global(model(copy, documents=documents)).detach()
+    except ValueError as error:
+        alone = str(error)
+    return expected, alone, to_global(model(copy, positions=laid.positions, documents=documents)).detach()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+def test_a_copy_of_the_tokens_without_their_order_is_refused(packed: bool, pool: Any) -> None:
+    for expected, alone, beside_positions in pool.run(logits_of_a_copy, "all_gather", packed, ranks=2):
+        assert isinstance(alone, str) and "(a copy of the tokens of lay_out_batch has none)" in alone, alone
+        assert "positions=batch.positions" in alone
+        assert torch.equal(beside_positions, expected)
+
+
+def test_ulysses_keeps_the_reading_order_in_a_copy(pool: Any) -> None:
+    for expected, alone, beside_positions in pool.run(logits_of_a_copy, "ulysses", False, ranks=2):
+        assert torch.equal(alone, expected) and torch.equal(beside_positions, expected)
+
+
+class WithoutPositions(Bare):
+    """A user's model with attention, whose forward takes no positions."""
+
+    def forward(self, tokens: Tensor, documents: Any = None) -> Tensor:  # type: ignore[override]
+        x = self.table(tokens)
+        return self.attend(x, x, x, documents=documents)
+
+
+def without_the_argument() -> list[Tensor]:
+    """Outputs in reading order: of a laid-out batch, and of tokens in reading order beside their positions."""
+    torch.manual_seed(0)
+    model, grid, plan = WithoutPositions(), ProcessMesh.grid(cp=2), ParallelPlan(context="all_gather")
+    torch.nn.init.normal_(model.table.weight)
+    tokens = batch(11)["tokens"]
+    alone = model(tokens).detach()
+    parallelize(model, grid, plan)
+    laid = lay_out_batch(grid, plan, tokens)
+    natural = Layout(grid, {"cp": Shard(1)})
+    positions = distribute(torch.arange(11).expand(tokens.shape), natural)
+    found = [
+        laid.as_read(to_global(model(laid.tokens))),
+        laid.as_read(to_global(model(laid.tokens, positions=laid.positions))),
+        laid.as_read(to_global(model(laid.tokens, positions=None))),
+        laid.as_read(to_global(model(laid.tokens.clone(), positions=laid.positions))),
+        laid.as_read(to_global(model(documents=None, tokens=laid.tokens))),
+        laid.as_read(to_global(model(laid.tokens.clone(), positions=laid.positions.values))),
+        to_global(model(distribute(tokens, natural), positions=positions)),
+    ]
+    return [each.detach() - alone for each in found]
+
+
+def test_a_model_without_the_argument_positions_takes_both_orders(pool: Any) -> None:
+    for found in pool.run(without_the_argument, ranks=2):
+        for difference in found:
+            torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-6)
 
 
 def losses_of_a_batch() -> list[float]:

@@ -114,7 +114,7 @@ def test_the_accuracy_of_pairs(capsys, folder: Path, tmp_path: Path) -> None:
 
 def test_the_rewards_of_pairs(capsys, folder: Path, reference: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", PAIRS)
-    found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--beta", BETA)
+    found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--dpo.beta", BETA)
     rewards = BETA * (of_pairs(folder) - of_pairs(reference))
     margins = rewards[:, 0] - rewards[:, 1]
     assert found["dpo_loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), abs=1e-4)
@@ -122,6 +122,33 @@ def test_the_rewards_of_pairs(capsys, folder: Path, reference: Path, tmp_path: P
     assert found["reward_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
     assert found["chosen_reward"] == pytest.approx(rewards[:, 0].mean().item(), abs=1e-4)
     assert found["rejected_reward"] == pytest.approx(rewards[:, 1].mean().item(), abs=1e-4)
+
+
+LOSSES = {
+    "smoothed": ("--dpo.label-smoothing 0.2", lambda m: -0.8 * F.logsigmoid(m) - 0.2 * F.logsigmoid(-m), False),
+    "ipo": ("--dpo.loss ipo", lambda m: (m / BETA - 1 / (2 * BETA)) ** 2, True),
+    "length-normalized": ("--dpo.length-normalized", lambda m: -F.logsigmoid(m), True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_losses_of_pairs(capsys, folder: Path, reference: Path, tmp_path: Path, name: str) -> None:
+    """With each option of training. Under means over an answer's tokens, the rewards are means, too."""
+    option, loss_of, is_mean = LOSSES[name]
+    file = write(tmp_path / "pairs.jsonl", PAIRS)
+    options = ["--reference", reference, "--dpo.beta", BETA, *option.split()]
+    found = evaluated(capsys, folder, "--data", file, *options)
+    rewards = BETA * (of_pairs(folder) - of_pairs(reference))
+    if is_mean:
+        theirs = Their(folder)
+        rewards /= torch.tensor(
+            [[theirs.answer(each["prompt"], each[k])[1] for k in ("chosen", "rejected")] for each in PAIRS]
+        )
+    margins = rewards[:, 0] - rewards[:, 1]
+    assert found["dpo_loss"] == pytest.approx(loss_of(margins).mean().item(), abs=1e-4)
+    assert found["reward_accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    assert found["reward_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+    assert found["chosen_reward"] == pytest.approx(rewards[:, 0].mean().item(), abs=1e-4)
 
 
 def test_a_model_that_is_its_own_reference_has_no_rewards(capsys, folder: Path, tmp_path: Path) -> None:
@@ -133,7 +160,7 @@ def test_a_model_that_is_its_own_reference_has_no_rewards(capsys, folder: Path, 
 
 def test_the_rewards_of_judged_answers(capsys, folder: Path, reference: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "judged.jsonl", JUDGED)
-    found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--beta", BETA)
+    found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--kto.beta", BETA)
     own, other = Their(folder), Their(reference)
 
     def ratios(completions: list[list[dict]]) -> torch.Tensor:
@@ -178,7 +205,11 @@ PROMPTED = {"prompt": "a", "completion": "b"}
             [PROMPTED], ["--sequence-length", "4096"], f"is 4096, and the model's context is {LENGTH}", id="length"
         ),
         pytest.param([PROMPTED], ["--batch-size", "0"], "--batch-size is 0; it must be 1 or", id="rows"),
-        pytest.param([PROMPTED], ["--beta", "0"], "--beta is 0.0; it must be above 0", id="beta"),
+        pytest.param([PROMPTED], ["--dpo.beta", "0.2"], "dpo.beta is 0.2, but task is sft; give --task dpo", id="beta"),
+        pytest.param(JUDGED[:2], ["--dpo.loss", "ipo"], "dpo.loss is ipo, but task is kto; give --task dpo", id="loss"),
+        pytest.param(
+            PAIRS[:1], ["--dpo.loss", "ipo"], "dpo.loss is ipo, and a loss of dpo needs a reference; give", id="alone"
+        ),
         pytest.param([PROMPTED], ["--template", "none.jinja"], "--template none.jinja", id="template"),
         pytest.param([CHATS[0]], ["--sequence-length", "2"], "a longer --sequence-length", id="cut-away"),
         pytest.param([{"text": "warp " * 99}], [], "as bytes, but", id="text-without-a-tokenizer-of-bytes"),
@@ -196,6 +227,23 @@ def test_bad_input_is_one_line(capsys, folder: Path, tmp_path: Path, records, op
     assert err.startswith("weft evaluate: ") and err.count("\n") == 1
     assert error.format(file=file) in err
     assert "data." not in err.replace(str(file), "")
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("--dpo.beta 0", "dpo.beta is 0.0; it must be above 0"),
+        ("--dpo.loss ipo --dpo.label-smoothing 0.1", "dpo.label_smoothing is 0.1, but dpo.loss ipo has none"),
+        ("--kto.desirable-weight -1", "kto.desirable_weight is -1.0; it must be 0 or more"),
+    ],
+)
+def test_options_that_training_refuses(capsys, folder: Path, tmp_path: Path, option: str, error: str) -> None:
+    file = write(tmp_path / "pairs.jsonl", PAIRS)
+    with pytest.raises(SystemExit) as ended:
+        run([str(folder), "--data", str(file), "--reference", str(folder), *option.split()])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert error in " ".join(err.replace("│", " ").split())
 
 
 def test_a_folder_without_a_model(capsys, tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from weft.mesh import ProcessMesh
 from weft.models import (
     LlamaConfig,
     MixtralConfig,
+    PipelinePlan,
     RouterLosses,
     forward_backward,
     initialize,
     parallelize,
+    record,
 )
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
@@ -117,6 +119,29 @@ def test_criteria_computed_by_torch_are_refused(
     for message in pool.run(error_of, sizes, criterion, microbatches, ranks=sizes[0] * sizes[1]):
         assert "exact dp=4,tp=2" in message
         assert "take weft.kernels.cross_entropy" in message or "take an op of weft.kernels" in message
+
+
+def weighted(logits: Tensor, targets: Tensor, denominator: Any = None) -> Any:
+    return 2.0 * cross_entropy(logits, targets, denominator=denominator)
+
+
+def unweighted(logits: Tensor, targets: Tensor) -> Any:
+    return cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"pp": 2, "dp": 2, "tp": 1}], ids=["dp-2", "pp-2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_recorded_step_takes_and_refuses_criteria_as_a_real_step(axes: dict[str, int], rank: int) -> None:
+    with torch.device("meta"):
+        model: Any = make_model(CONFIGS["llama"])
+    pipeline = PipelinePlan(microbatches=2) if "pp" in axes else None
+    plan = replace(model.parallel_plan(), exact=EXACT, pipeline=pipeline)
+    step = partial(
+        record, model, ProcessMesh.grid(**axes), plan, batch=(ROWS, LENGTH + 1), rank=rank * 2 if pipeline else rank
+    )
+    assert step(criterion=weighted).count == step(criterion=None).count > 0
+    with pytest.raises(ValueError, match="the criterion unweighted cannot be kept to exact dp=4,tp=2"):
+        step(criterion=unweighted, microbatches=2)
 
 
 def own_loop() -> str:

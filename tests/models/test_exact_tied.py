@@ -42,7 +42,7 @@ def make(family: str, axes: dict[str, int], *, schedule: Any = "1f1b", **plan: A
     model = make_model(CONFIGS[family])
     initialize(model, seed=3)
     pipeline = PipelinePlan(schedule=schedule, microbatches=MICROBATCHES) if "pp" in axes else None
-    plan = {**plan, "exact": EXACT, "pipeline": pipeline}
+    plan = {"exact": EXACT, **plan, "pipeline": pipeline}
     return parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), **plan))
 
 
@@ -52,13 +52,11 @@ def table_of(model: Any) -> Any:
 
 
 def gradients(family: str, axes: dict[str, int], plan: dict[str, Any]) -> list[Tensor]:
-    """The norm, and the table's gradient, of three steps. Without zero, gradients are added to the earlier ones."""
+    """The norm, and the table's gradient, of three steps, whose gradients are added to the earlier ones."""
     model, found = make(family, axes, **plan), []
     for step in range(3):
         forward_backward(model, cross_entropy, *batch(step), microbatches=MICROBATCHES)
         found += [clip_gradients(model, 0.0), to_global(table_of(model).grad)]
-        if "zero" in plan:
-            model.zero_grad()
     return found
 
 
@@ -115,6 +113,115 @@ def test_a_table_gets_the_gradients_of_both_uses(pool: Any) -> None:
     assert len(found) == 3
     for each in found:
         torch.testing.assert_close(each, truth)
+
+
+def copied(zero: int, exact: bool) -> list[list[Tensor]]:
+    """The weights after two steps: of a model, and of copies before and after the first step."""
+    model = make("gpt", {"dp": 2, "tp": 1}, zero=zero, **({} if exact else {"exact": None}))
+    models = [model, copy.deepcopy(model)]
+
+    def step(each: nn.Module, number: int) -> None:
+        forward_backward(each, cross_entropy, *batch(number))
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+
+    for each in models:
+        step(each, 0)
+        each.zero_grad()
+    models.append(copy.deepcopy(model))
+    for each in models:
+        step(each, 1)
+    models.append(copy.deepcopy(model))  # with gradients
+    for expected, found in zip(model.parameters(), models[-1].parameters(), strict=True):
+        assert torch.equal(to_global(expected.grad), to_global(found.grad))
+    return [[to_global(each.detach()) for each in copy.parameters()] for copy in models]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "ordinary"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_copied_model_trains_by_itself(pool: Any, zero: int, exact: bool) -> None:
+    for truth, *found in pool.run(copied, zero, exact, ranks=2):
+        for each in found:
+            assert all(torch.equal(a, b) for a, b in zip(truth, each, strict=True))
+
+
+def backward(model: nn.Module, between: Any = lambda: None) -> None:
+    tokens, targets = batch(0)
+    loss = cross_entropy(model(tokens), targets).sum()
+    between()
+    loss.backward()
+
+
+def closed_between() -> tuple[Tensor, Tensor]:
+    """The table's gradient of a pass whose GradientSync is closed before backward, and the true gradient."""
+    model, plain = make("gpt", {"dp": 1, "tp": 1}), make_model(CONFIGS["gpt"])
+    initialize(plain, seed=3)
+    backward(plain)
+    with exact_sums({"dp": 1, "tp": 2}):
+        backward(model, GradientSync(model).close)
+    return table_of(plain).grad, to_global(table_of(model).grad)
+
+
+def test_a_closed_synchronization_loses_no_use(pool: Any) -> None:
+    ((truth, found),) = pool.run(closed_between, ranks=1)
+    torch.testing.assert_close(found, truth)
+
+
+def two_of_a_frozen_table(first_waits: bool) -> list[Tensor]:
+    """The table's gradients in two steps. Another GradientSync was made while the table was frozen."""
+    model = make("gpt", {"dp": 2, "tp": 1})
+    model.requires_grad_(False)
+    syncs = [GradientSync(model), GradientSync(model)]
+    model.requires_grad_(True)
+    found = []
+    for number in range(2):
+        for sync in syncs[:: 1 if first_waits else -1][:1] if number else syncs:
+            sync.wait()
+        forward_backward(model, cross_entropy, *batch(number), sync=syncs[0])
+        found.append(to_global(table_of(model).grad))
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("first_waits", [True, False])
+def test_a_frozen_table_of_two_synchronizations_gets_both_uses(pool: Any, first_waits: bool) -> None:
+    truths = [pool.run(one_step, number, ranks=1)[0] for number in range(2)]
+    for found in pool.run(two_of_a_frozen_table, first_waits, ranks=2):
+        assert [torch.equal(a, b) for a, b in zip(found, truths, strict=True)] == [True, True]
+
+
+def one_step(number: int) -> Tensor:
+    model = make("gpt", {"dp": 1, "tp": 1})
+    forward_backward(model, cross_entropy, *batch(number))
+    return to_global(table_of(model).grad)
+
+
+def wide_gradients(zero: int) -> list[torch.dtype]:
+    model = make("gpt", {"dp": 2, "tp": 1}, zero=zero).bfloat16()
+    table_of(model).grad_dtype = torch.float32
+    forward_backward(model, cross_entropy, *batch(0))
+    (stand_in,) = [each.parameter for each in vars(model)["_gradient_sync"]._uses.leaves]
+    return [table_of(model).grad.dtype, stand_in.grad_dtype]
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_use_has_the_gradient_dtype_of_its_parameter(pool: Any, zero: int) -> None:
+    for dtypes in pool.run(wide_gradients, zero, ranks=2):
+        assert dtypes == [torch.float32, torch.float32]
+
+
+def hooked() -> str:
+    model = make("gpt", {"dp": 1, "tp": 1})
+    table_of(model).register_hook(lambda grad: grad / 2)
+    with pytest.raises(RuntimeError) as error:
+        forward_backward(model, cross_entropy, *batch(0))
+    return str(error.value)
+
+
+def test_a_hook_that_would_see_one_use_is_refused(pool: Any) -> None:
+    (message,) = pool.run(hooked, ranks=1)
+    assert "1 hooks are on weight" in message
+    assert "change .grad after wait()" in message
 
 
 def unfrozen(ranks: int, zero: int, late: bool) -> Tensor:

@@ -15,11 +15,13 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import ExpertPlan, ParallelPlan, parallelize
 from weft.models.experts import Experts
 from weft.models.parallel.experts.price import LINKS, expected_share, price_of
+from weft.models.parallel.plan import TokenTransport
 from weft.models.parallel.styles import ExpertParallel
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, check_order, distribute, layout_of
 
 from tests.models.mixtures import CHOSEN, EXPERTS, HIDDEN, INSIDE, PlainExperts
+from tests.support.events import Events
 
 H = HIDDEN
 CHOICES = ("spread", "one-expert", "one-rank", "own")
@@ -195,6 +197,57 @@ def test_exchange_receives_the_tokens_of_its_experts_that_it_does_not_hold(choic
         assert (len(forward), len(backward)) == (4, 3)
         if choices == "own":
             assert arriving == returning == 0
+
+
+class _Told(torch.autograd.Function):
+    """The identity, which appends to `events` when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
+        ctx.events = events
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.events.append("computed")
+        return grad, None
+
+
+class ToldExperts(PlainExperts):
+    """PlainExperts which append to `events` when they compute, forward and backward."""
+
+    events: list[str]
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
+        self.events.append("computed")
+        return super().forward(_Told.apply(x, self.events), experts, weights, rows)  # type: ignore[no-untyped-call]
+
+
+def events_of_a_step(tokens: TokenTransport) -> tuple[list[str], list[str]]:
+    """The collectives, waits and computations of forward and of backward, in order, on this rank."""
+    mesh, plan = ProcessMesh.grid(dp=2), ExpertPlan(size=2, tokens=tokens)
+    holder = Holder(ToldExperts)
+    model = parallelize(holder, mesh, ParallelPlan(tensor={"experts": ExpertParallel()}, experts=plan))
+    x, experts, weights, grad = (distribute(each, Layout(mesh, "dp: S(0)")) for each in inputs((4, 3), "spread", 2))
+    with Events() as seen:
+        holder.experts.events = seen.events
+        output = model(x.requires_grad_(), experts, weights.requires_grad_())
+        forward = len(seen.events)
+        output.backward(grad)
+        return seen.events[:forward], seen.events[forward:]
+
+
+@pytest.mark.parametrize("tokens", ["gather", "exchange"])
+def test_own_tokens_are_computed_while_the_rest_are_on_their_way(tokens: TokenTransport, pool: Any) -> None:
+    """Forward: own tokens before the wait for received ones. Backward: own gradients before the wait for returned ones.
+
+    The exchange's counts, the only wait before, are read in front of the tokens.
+    """
+    outward, homeward = {"gather": ("all-gather", "reduce-scatter"), "exchange": ("all-to-all", "all-to-all")}[tokens]
+    counts = [outward, "waited"] if tokens == "exchange" else []
+    for forward, backward in pool.run(events_of_a_step, tokens, ranks=2):
+        assert forward == [*counts, outward, outward, "computed", "waited", "waited", "computed", homeward, "waited"]
+        assert backward == [outward, "waited", "computed", homeward, homeward, "computed", "waited", "waited"]
 
 
 @pytest.mark.parametrize(("num_experts", "k", "ep"), [(8, 2, 4), (8, 3, 2), (64, 8, 8), (4, 4, 2), (4, 1, 4)])

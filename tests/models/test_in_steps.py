@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.kernels.matmul.sharded import choice
-from weft.kernels.matmul.sharded.choice import Form, ProductClass, Timing
+from weft.kernels.matmul.sharded.choice import Form, ShardedProduct, Timing
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, initialize, lora, parallelize
 from weft.models.llama.model import Llama
@@ -34,17 +34,17 @@ HEAD = (48, 32)
 KINDS = ("reduce-scatter", "all-gather")
 
 
-def table(dp: int, ranks: int, seconds: float) -> dict[ProductClass, Timing]:
+def table(dp: int, ranks: int, seconds: float) -> dict[ShardedProduct, Timing]:
     """A measurement of each product that may overlap. seconds: its time in steps; without overlap it takes 1."""
     products: list[tuple[Form, tuple[int, int]]] = [("matmul_reduce_scatter", sizes) for sizes in ROWS]
     products.append(("all_gather_matmul", HEAD))
-    found = [ProductClass.of(form, "cpu", torch.float64, ranks, B * T // dp, *sizes) for form, sizes in products]
+    found = [ShardedProduct.of(form, "cpu", torch.float64, ranks, B * T // dp, *sizes) for form, sizes in products]
     return {of: Timing(of=of, seconds=seconds, pair_seconds=1.0, where="here") for of in found}
 
 
 def step(
     mesh: ProcessMesh,
-    rows: dict[ProductClass, Timing],
+    rows: dict[ShardedProduct, Timing],
     adapt: tuple[str, ...] = (),
     compiled: bool = False,
     **changes: Any,
@@ -103,7 +103,7 @@ def test_what_was_measured_faster_in_steps_travels_so(pool: Pool, dp: int, tp: i
         assert [each["send"] // (tp - 1) for each in in_steps] == [reductions + gathers, reductions + 2 * gathers]
 
 
-def token_losses(rows: dict[ProductClass, Timing]) -> tuple[dict[str, Tensor], Counter[str]]:
+def token_losses(rows: dict[ShardedProduct, Timing]) -> tuple[dict[str, Tensor], Counter[str]]:
     """The tokens' losses from the head and their gradients, and the collectives of forward."""
     mesh = ProcessMesh.grid(dp=1, tp=2)
     with patch.dict(choice.MEASURED, rows, clear=True):

@@ -100,8 +100,9 @@ def over_context(cp: int, tp: int) -> dict[str, Tensor]:
     model = make(replace(CONFIG, num_kv_heads=1))
     parallelize(model, mesh, replace(model.parallel_plan(), sequence=True, context="all_gather"))
     sync = GradientSync(model)
-    tokens, target = (distribute(each, Layout(mesh, {"cp": Shard(1)})) for each in batch(length=16))
-    reshard(cross_entropy(model(tokens), target, denominator=float(target.numel()))).backward()
+    given = (*batch(length=16), torch.arange(16).expand(3, 16))
+    tokens, target, positions = (distribute(each, Layout(mesh, {"cp": Shard(1)})) for each in given)
+    reshard(cross_entropy(model(tokens, positions=positions), target, denominator=float(target.numel()))).backward()
     sync.wait()
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
-from weft.models.data.batches import Batches, Rows, Turns, permute
+from weft.models.data.batches import Batches, Rows, SourceTurns, permute
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import Data, find_data
 from weft.models.data.split import split
@@ -59,7 +59,7 @@ def test_a_place_among_many_is_found_without_a_list_of_them() -> None:
 def test_of_any_number_of_samples_each_source_has_its_share_rounded(weights: list[str]) -> None:
     shares = [Fraction(weight) for weight in weights]
     shares = [share / sum(shares) for share in shares]
-    turns = Turns([Fraction(weight) for weight in weights])
+    turns = SourceTurns([Fraction(weight) for weight in weights])
     taken = Counter[int]()
     for sample in range(700):
         source, number = turns(sample)
@@ -74,7 +74,7 @@ def test_of_any_number_of_samples_each_source_has_its_share_rounded(weights: lis
 
 def test_weights_that_never_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="repeat after 1000000 samples, above 100000; give weights of fewer digits"):
-        Turns([Fraction("0.123457"), Fraction("0.876543")])
+        SourceTurns([Fraction("0.123457"), Fraction("0.876543")])
 
 
 @pytest.fixture(autouse=True)

@@ -299,32 +299,3 @@ def test_what_does_not_fit_is_named(pool: Any) -> None:
             "documents: document 0 of row 0 ended before token 2 and comes back at token 4; give each stretch of "
             "tokens its own number"
         )
-
-
-def compiled_step(compiled: bool) -> Any:
-    """The loss of a packed batch on compiled blocks, and whether its rows were cut by documents; or the error."""
-    torch._dynamo.reset()
-    grid, model = ProcessMesh.grid(cp=2), make()
-    plan = replace(model.parallel_plan(), context="all_gather")
-    parallelize(model, grid, plan)
-    for block in model.layers:
-        block.compile(fullgraph=True, backend="aot_eager")
-    laid = lay_out_batch(grid, plan, **packed(32, 2)[0], compiled=compiled)
-    inputs = {"positions": laid.positions, "documents": laid.documents}
-    try:
-        loss = cross_entropy(model(laid.tokens, **inputs), laid.targets, reduction="sum")
-    except Exception as error:
-        return str(error)
-    return whole(reshard(loss)).item(), isinstance(laid.order, RowOrders)
-
-
-@pytest.mark.exhaustive  # a model is compiled
-def test_compiled_blocks_take_packed_rows_in_one_order(pool: Any) -> None:
-    given, _ = packed(32, 2)
-    targets = given.pop("targets")
-    expected = cross_entropy(make()(**given), targets, reduction="sum").item()
-    for loss, is_cut in pool.run(compiled_step, True, ranks=2):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert not is_cut
-    for message in pool.run(compiled_step, False, ranks=2):
-        assert "give lay_out_batch compiled=True" in message

@@ -139,7 +139,9 @@ def test_another_model_and_a_second_patch_are_refused_and_change_nothing() -> No
         patch(torch.nn.Linear(2, 2))
     model = loaded("llama")
     changed = patch(model)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM\.forward is not its class's own: .* undo that, then patch"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM\.forward is not the forward of .* undo the earlier change, then patch"
+    ):
         patch(model)
     model.model.norm.forward = lambda hidden_states: hidden_states
     with pytest.raises(RuntimeError, match="the forward of a LlamaRMSNorm was replaced after patch"):

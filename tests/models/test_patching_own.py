@@ -254,7 +254,7 @@ class TestRefused:
 
         monkeypatch.setattr(kind, "forward", functools.wraps(own)(forward) if wraps else forward)
         model = loaded("llama")
-        with pytest.raises(ValueError, match=rf"is not that of transformers: .* for every {part}; take that back"):
+        with pytest.raises(ValueError, match=rf"is not transformers' forward: .* in every {part}; restore the class's"):
             patch(model)
         assert not any("forward" in module.__dict__ for module in model.modules())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from weft.models.mixture_config import MixtureConfig
 from weft.models.published import PUBLISHED
@@ -49,8 +51,8 @@ def test_as_many_active_parameters_as_were_published(name: str) -> None:
     assert model.num_active_parameters == pytest.approx(ACTIVE[name], rel=0.02)
 
 
-def test_tiny_models_with_and_without_experts_have_as_many_active_parameters() -> None:
-    dense, mixture = RECIPES["qwen3-tiny"].model, RECIPES["qwen3-moe-tiny"].model
-    assert isinstance(mixture, MixtureConfig)
-    assert mixture.num_active_parameters == dense.num_parameters
-    assert flops_per_token(mixture, 256) == flops_per_token(dense, 256)
+def test_tiny_models_with_and_without_experts_take_as_many_operations_a_token() -> None:
+    dense, mixture = RECIPES["qwen3-tiny"], RECIPES["qwen3-moe-tiny"]
+    assert isinstance(mixture.model, MixtureConfig)
+    assert 0.98 <= flops_per_token(mixture.model, 128) / flops_per_token(dense.model, 128) <= 1
+    assert replace(mixture, model=dense.model) == dense, "the same data, steps and optimizer"

@@ -236,9 +236,11 @@ def compiled_on_a_grid(
             layer.compile(fullgraph=True, backend="aot_eager")
         for _ in range(2):
             model.zero_grad()
-            tokens, target = (distribute(each, Layout(mesh, {"cp": Shard(1)} if context else {})) for each in batch())
+            layout = Layout(mesh, {"cp": Shard(1)} if context else {})
+            tokens, target = (distribute(each, layout) for each in batch())
+            positions = distribute(torch.arange(tokens.shape[1]).expand(tokens.shape), layout)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                loss = reshard(cross_entropy(model(tokens, dropout_key=key), target))
+                loss = reshard(cross_entropy(model(tokens, positions=positions, dropout_key=key), target))
                 loss.backward()
         issued = Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
         gradients = [whole(each.grad) for each in model.parameters()]

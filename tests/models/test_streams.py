@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from weft.models.data.batches import Prefetch
-from weft.models.data.manifest import Shard
+from weft.models.data.manifest import TokenShard
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.streams import ShardStream, Stream
@@ -54,7 +54,7 @@ def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> 
     """Reads a row of a sparse file with twice the bytes of this machine's memory."""
     nbytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, row = nbytes // 2, np.arange(1000, 1064, dtype="<u2")
-    shard = Shard(number=0, tokens=count, documents=2, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
+    shard = TokenShard(number=0, tokens=count, documents=2, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
     with (tmp_path / shard.names[0]).open("wb") as file:
         file.truncate(nbytes)
         for place in (0, count // 2, count - 64):

@@ -23,7 +23,7 @@ from weft.models.train.folder import check_new, find_checkpoint
 from weft.models.train.learning_rate import learning_rate
 from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import RECIPES, recipe
-from weft.models.train.report import describe_run
+from weft.models.train.report import opening_lines
 from weft.models.train.results import Results
 from weft.models.train.run import Run, mesh_sizes
 from weft.reshard import distribute, to_global
@@ -156,7 +156,7 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
 def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
     corpus = Corpus("a text", (), 10, skipped=tuple(Path(f"{name}.png") for name in pictures))
     run = Run(recipe="llama-tiny", config=recipe("llama-tiny"), corpus=corpus, dp=1, tp=1, folder=Path("out"))
-    assert describe_run(run, gpus=0).splitlines()[1:] == said
+    assert opening_lines(run, gpus=0).splitlines()[1:] == said
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_axes_are_added_in_one_order():
     assert tree_order(()) == ()
     stacked = numbers(1, 4, 3, 2, 50)  # dp, cp, tp
     by_hand = tree_of([tree_of([tree_of(list(stacked[:, c, t])) for c in range(3)]) for t in range(2)])
-    assert same_bits(tree_sum(stacked, 3), by_hand)
+    assert same_bits(tree_reduce("sum", stacked, (0, 1, 2)), by_hand)
     mixed = stacked.permute(2, 0, 1, 3)  # tp, dp, cp
     assert same_bits(tree_reduce("sum", mixed, (1, 2, 0)), by_hand)
 
@@ -80,7 +80,7 @@ def meshes_of(named):
 @pytest.mark.parametrize("named", [(4, 2), (8, 1), (2, 4), (6, 2), (3, 4), (12, 2), (16, 4)], ids=str)
 def test_a_rank_may_add_its_own_addends_first(named, dtype):
     addends = numbers(2, *named, 60, dtype=dtype)
-    truth = tree_sum(addends, 2)
+    truth = tree_reduce("sum", addends, (0, 1))
     count = 0
     for mesh in meshes_of(named):
         (m, n), (f, g) = mesh, (named[0] // mesh[0], named[1] // mesh[1])

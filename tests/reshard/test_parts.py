@@ -141,7 +141,7 @@ def known_otherwise() -> str:
 
 
 def test_members_that_know_other_ranks_do_not_meet(pool: Pool) -> None:
-    told = "rank 0 makes a group of ranks 0, 1 on gloo, which another member makes of ranks 0, 2 on gloo"
+    told = "rank 0 makes a group of ranks 0, 1 on gloo, and another rank made a group of ranks 0, 2 on gloo by"
     assert pool.run(known_otherwise, ranks=1)[0].startswith(told)
 
 

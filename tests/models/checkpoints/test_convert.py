@@ -117,7 +117,7 @@ def test_two_at_once_into_one_folder_are_refused(
     save_checkpoint(model, tmp_path / "checkpoint")
     save_pretrained(model, tmp_path / "folder")
     source = tmp_path / ("checkpoint" if direction == "there" else "folder")
-    write, said = shards.write_shard, list[str]()
+    write, said = shards.write_safetensors, list[str]()
 
     def meanwhile(*arguments: Any) -> Any:
         with pytest.raises(SystemExit, match="2"):
@@ -126,7 +126,7 @@ def test_two_at_once_into_one_folder_are_refused(
         return write(*arguments)
 
     for module in (converting, checksums):
-        monkeypatch.setattr(module, "write_shard", meanwhile)
+        monkeypatch.setattr(module, "write_safetensors", meanwhile)
     convert(source, tmp_path / "out")
     assert said == [
         f"weft convert: {tmp_path}/out is being made by another process; wait for it, or give another OUT\n"

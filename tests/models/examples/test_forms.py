@@ -91,7 +91,7 @@ def test_labels(label: Any, expected: bool) -> None:
         ),
         pytest.param("sft", {"messages": "a"}, "has text in its field 'messages', not a list", id="text"),
         pytest.param("sft", {"messages": []}, "has an empty list of messages in its field 'messages'", id="no-message"),
-        pytest.param("sft", {"messages": None}, "has no fields, and sft reads messages", id="null"),
+        pytest.param("sft", {"messages": None}, "has no fields, with null in messages, and sft reads", id="null"),
         pytest.param("sft", {"messages": [1]}, "has int 1 as message 1 of 'messages'", id="number"),
         pytest.param("sft", {"messages": [{"content": "a"}]}, "has no role in message 1 of 'messages'", id="no-role"),
         pytest.param("sft", {"messages": [{"role": 1, "content": "a"}]}, "has no role in message 1", id="role-number"),

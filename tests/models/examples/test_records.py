@@ -118,7 +118,7 @@ def test_records_that_are_no_objects_are_refused_by_file_and_line_or_counted(lin
         pytest.param("a.txt", b"a text", "a.txt holds text, not records of examples; give files of", id="text"),
         pytest.param("a.md", b"a text", "a.md holds text, not records", id="page"),
         pytest.param("a.json", b'{\n"lr": 1}', "a.json holds no records", id="settings"),
-        pytest.param("a.jsonl", b"", "a.jsonl hold no records of examples", id="empty"),
+        pytest.param("a.jsonl", b"", "no records of examples are in a.jsonl", id="empty"),
         pytest.param("a.json", b"", "a.json holds text, not records", id="empty-json"),
         pytest.param("a.json", b'[{"a": 1}, ]', "begins as a list of objects, and is not JSON", id="torn-list"),
         pytest.param("a.parquet", b"PAR1 and no more", "a.parquet is not a Parquet file", id="torn-parquet"),
@@ -137,7 +137,7 @@ def test_inputs_that_are_missing_or_hold_nothing() -> None:
         read("nowhere")
     Path("none").mkdir()
     Path("none/a.md").write_text("about")
-    with pytest.raises(ValueError, match="none hold no records of examples; give files of JSONL"):
+    with pytest.raises(ValueError, match="no records of examples are in none; give files of JSONL"):
         read("none")
 
 

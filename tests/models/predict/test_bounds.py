@@ -18,17 +18,20 @@ def test_no_schedule_ends_before_the_floor(data: st.DataObject, name: Name, rank
     if name == "interleaved":
         microbatches = ranks * max(1, microbatches // ranks)
     stages = ranks * chunks
-    forward, backward, weights = (data.draw(st.lists(SECONDS, min_size=stages, max_size=stages)) for _ in range(3))
+    forward, backward, later, first = (data.draw(st.lists(SECONDS, min_size=stages, max_size=stages)) for _ in range(4))
 
     def duration(action: Action) -> float:
+        weights = first if action.microbatch == 0 else later  # the first microbatch's gradients are new
         of_kind = {"F": forward, "I": backward, "W": weights}
         if action.kind == "B":
             return backward[action.stage] + weights[action.stage]
         return of_kind[action.kind][action.stage]
 
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    both = [a + b for a, b in zip(backward, weights, strict=True)]
-    floor = pipeline_floor(forward, both, ranks=ranks, microbatches=microbatches, schedule=name)
+    of_first, of_later = ([a + b for a, b in zip(backward, weights, strict=True)] for weights in (first, later))
+    floor = pipeline_floor(
+        forward, of_later, first_backward=of_first, ranks=ranks, microbatches=microbatches, schedule=name
+    )
     assert floor <= simulate(schedule, duration).length * (1 + 1e-12)
 
 

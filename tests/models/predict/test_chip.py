@@ -238,9 +238,9 @@ def test_the_smallest_file(tmp_path: Path) -> None:
         ),
         pytest.param({"ops": "{a = {forward = {seconds = nan}}}"}, "ops.a.forward.seconds is nan", id="op-nan"),
         pytest.param(
-            {"ops": "{a = {forward = {second = 1}}}"}, "ops.a.forward has 'second', which is no number", id="op-name"
+            {"ops": "{a = {forward = {second = 1}}}"}, "ops.a.forward has 'second', which is not known", id="op-name"
         ),
-        pytest.param({"ops": "{a = {seconds = 1, x = 2}}"}, "ops.a has 'x', which is no number of it", id="op-unknown"),
+        pytest.param({"ops": "{a = {seconds = 1, x = 2}}"}, "ops.a has 'x', which is not known there", id="op-unknown"),
         pytest.param({"products": "[{dtype = 'float32', M = 0}]"}, r"products\[0\].M is 0; give", id="no-rows"),
         pytest.param({"ops": "{a = {adds_products = 1}}"}, "ops.a.adds_products is 1; give true", id="op-boolean"),
         pytest.param({"collectives": "{send = {seconds = -1}}"}, "collectives.send.seconds is -1", id="collective"),
@@ -248,7 +248,7 @@ def test_the_smallest_file(tmp_path: Path) -> None:
         pytest.param({"crowding": "0"}, "crowding is 0; give a number above 0", id="crowding"),
         pytest.param({"products": "3"}, "products is 3; give a list", id="products-a-number"),
         pytest.param({"threads": "0"}, "threads is 0; give a number above 0", id="no-threads"),
-        pytest.param({"colour": "1"}, "the chip has 'colour', which is no number of it; it has name", id="unknown"),
+        pytest.param({"colour": "1"}, "the chip has 'colour', which is not known there; known are name", id="unknown"),
     ],
 )
 def test_a_wrong_value_is_named_in_a_line(changed: dict[str, str | None], error: str, tmp_path: Path) -> None:

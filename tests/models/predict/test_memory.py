@@ -89,6 +89,22 @@ def test_composed_memory_of_stages(axes: dict[str, int], changes: dict[str, Any]
         assert peaks[stage].nbytes == pytest.approx(whole.nbytes, rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_microbatches_in_flight_share_the_casts_of_parameters(recompute: Any) -> None:
+    """With few tokens, the casts of a stage's parameters are most of what is saved for backward."""
+    model, mesh, microbatches = make(num_layers=8, hidden_size=128, vocab_size=256), ProcessMesh.grid(pp=2), 8
+    plan = plan_of(recompute=recompute, pipeline=PipelinePlan(microbatches=microbatches, schedule="gpipe"))
+    assert plan.pipeline is not None
+    schedule, shape = plan.pipeline.make_schedule(2), StepShape(batch=(8, 8), microbatches=microbatches)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        peaks = stage_peaks(
+            memory_parts(model, mesh, plan, shape), schedule, ranges_of(model, plan.pipeline, schedule)[1]
+        )
+        for rank in range(2):
+            whole = predict_memory(model, mesh, plan, rank=rank, batch=(8, 8), microbatches=microbatches)
+            assert peaks[rank].nbytes == pytest.approx(whole.nbytes, rel=0.03)
+
+
 def test_more_blocks_and_microbatches_hold_more() -> None:
     parts = memory_parts(make(), ProcessMesh.grid(dp=1), plan_of(), StepShape(batch=BATCH))
     sizes = [compose(parts, blocks=blocks).nbytes for blocks in (4, 8, 400)]

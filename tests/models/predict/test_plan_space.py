@@ -19,7 +19,7 @@ from weft.models.predict.plans import (
     reason_of,
 )
 from weft.models.schedules.schedule import NAMES
-from weft.models.train.candidates import checker, config_of
+from weft.models.train.candidates import checker, config_with
 from weft.models.train.config import TrainConfig
 from weft.models.train.recipes import recipe
 
@@ -55,7 +55,7 @@ def test_accepted_candidates_are_those_that_train_accepts(config: TrainConfig, p
     accepted, refused = set(), Counter[str]()
     for member in (member for family in space.families() for member in space.members(family)):
         try:
-            config_of(config, member)
+            config_with(config, member)
         except ValueError as error:
             refused[reason_of(error)] += 1
         else:

@@ -14,7 +14,7 @@ from weft.models.families import make_model
 from weft.models.parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
 from weft.models.parallel.pipeline.run import _Run
 from weft.models.predict.hang_report import Hang
-from weft.models.predict.hangs import NoHang, Recorder
+from weft.models.predict.hangs import CallRecorder, NoHang
 from weft.models.predict.rank_kinds import check_plan
 from weft.models.schedules.schedule import Action
 from weft.models.step import message_forms
@@ -52,7 +52,7 @@ def plan_of(model: Any, schedule: Any = "1f1b", **options: Any) -> Any:
 
 def recorded(model: Any, axes: dict[str, int], plan: Any, rank: int, *, repeats: bool, shared: Any = None) -> Any:
     mesh = ProcessMesh.grid(**axes)
-    recorder = Recorder(mesh.size, recorded.__code__)
+    recorder = CallRecorder(mesh.size, recorded.__code__)
     shape = replace(shape_of(model, axes), rank=rank)
     step = run_on_shapes(
         model, mesh, plan, shape, clip_norm=1.0, listen=recorder.listen, repeats=repeats, shared=shared

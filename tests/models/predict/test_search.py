@@ -139,5 +139,5 @@ def test_no_candidates_find_nothing() -> None:
 
 def test_eager_bounds_come_first() -> None:
     late: list[Bound[Point]] = [Bound("a", lambda point: 0.0), Bound("b", lambda point: 0.0, is_eager=True)]
-    with pytest.raises(ValueError, match="give the eager ones first"):
+    with pytest.raises(ValueError, match="give the eager bounds first"):
         search([], late, lambda p: (p.seconds, None))

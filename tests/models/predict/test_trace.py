@@ -12,7 +12,7 @@ from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
 from weft.models.predict.events import Compute, Start, Trace, Wait
 from weft.models.predict.trace import trace_step
-from weft.models.step.alike import standing_blocks
+from weft.models.step.alike import choose_representatives
 from weft.models.step.communication import Communication
 from weft.models.step.record import StepShape, run_on_shapes
 from weft.models.train.measure import flops_per_token
@@ -187,10 +187,10 @@ def test_user_modules_without_a_list_of_blocks_run_whole() -> None:
         ("daaaabaaaabaaaabaaaab", 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 17, 18, 19, 20]),
     ],
 )
-def test_standing_blocks(signatures: str, ahead: int, numbers: list[int]) -> None:
-    standing = standing_blocks(signatures, ahead)
-    assert [each.number for each in standing] == numbers
-    assert sorted(block for each in standing for block in each.blocks) == list(range(len(signatures)))
-    for each in standing:
+def test_representatives(signatures: str, ahead: int, numbers: list[int]) -> None:
+    representatives = choose_representatives(signatures, ahead)
+    assert [each.number for each in representatives] == numbers
+    assert sorted(block for each in representatives for block in each.blocks) == list(range(len(signatures)))
+    for each in representatives:
         assert each.number in each.blocks
         assert {signatures[block] for block in each.blocks} == {signatures[each.number]}

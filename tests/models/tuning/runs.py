@@ -86,14 +86,15 @@ def write(path: Path, of: list[dict[str, Any]]) -> Path:
 
 
 def make_run(
-    base: Path, data: Path, task: Task, *options: str, output: Path, batch: int | None = None, steps: int = 1
+    base: Path, data: Path | None, task: Task, *options: str, output: Path, batch: int | None = None, steps: int = 1
 ) -> Run:
     """The run of `weft train --from BASE --task TASK`. batch: rows; None: as many as the data fill.
 
     Gradients are clipped in runs of several steps alone.
     """
     arguments = [
-        *("--from", str(base), "--task", task, "--data.path", str(data), "--output", str(output)),
+        *("--from", str(base), "--task", task, "--output", str(output)),
+        *([] if data is None else ["--data.path", str(data)]),
         *("--steps", str(steps), "--data.sequence-length", str(LENGTH), *options),
         *([] if steps > 1 else ["--optimizer.clip-norm", "0"]),
     ]
@@ -138,7 +139,7 @@ def first_step(run: Run, stirs: bool = False, at_trainer: Callable[[Trainer], No
         update()
 
     trainer.optimizer.step = keep_gradients  # type: ignore[method-assign, assignment]
-    trainer._objective.begin(0)
+    trainer._objective.begin(0, lines.append)
     trainer.first_step()
     gradients = {name: whole(each) for name, each in gradients.items()}  # after the step's collectives were counted
     result = trainer._unread_steps[0].result

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -41,13 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(path / "model", 1)
     save_model(path / "reference", 2)
     return path
-
-
-@pytest.fixture(autouse=True)
-def caches_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
 
 
 def initial_adapters(run: Run) -> dict[str, Tensor]:

@@ -74,6 +74,8 @@ def step(
     meshes = [text for axis in ("pp", "dp", "cp", "tp") for text in (f"--mesh.{axis}", str(axes.get(axis, 1)))]
     every = (*meshes, *options.split(), *plan.split(), *further)
     output = folders / f"run-{len(list(folders.iterdir()))}"
+    for kept in folders.glob(".reference-*"):  # a precomputed reference is computed on every mesh
+        kept.unlink()
     run = make_run(folders / kind / "model", folders / f"{task}.jsonl", task, *every, output=output, batch=8)
     return pool.run(first_step, run, "--lora.rank" in further, ranks=math.prod(axes.values()))
 

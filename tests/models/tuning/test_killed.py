@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from weft.models.data.examples.example import Task
 from weft.models.train.loop import Trainer
 from weft.models.train.run import Run
 
+from tests.faults.attempts import Fuse, Victim
 from tests.models.tuning.runs import LORA, make_run, read_metrics, records, save_model, train_to_the_end, write
 from tests.support.pool import Pool, RanksFailed
 
@@ -97,6 +101,50 @@ def test_killed_and_resumed_is_not_killed(name: str, mesh: str, folders: Path, p
     assert resumed.resume is not None and resumed.resume.name == f"checkpoint-{SAVED}"
     pool.run(train_to_the_end, resumed, ranks=ranks)
     assert len(curves(folder)) == STEPS
+    assert curves(folder) == curves(whole.folder)
+    assert weights(folder) == weights(whole.folder)
+
+
+def killed_at(run: Run, work: float) -> None:
+    """The run on this rank; its last rank is killed after `work` seconds of processor time."""
+    victim = Victim(dist.get_world_size() - 1, work)
+    with Fuse(victim, run.folder) if dist.get_rank() == victim.rank else nullcontext():
+        train_to_the_end(run)
+
+
+def timed(run: Run) -> float:
+    """The whole run on this rank; returns its seconds of processor time."""
+    before = time.process_time()
+    train_to_the_end(run)
+    return time.process_time() - before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["one", "dp2"])
+@pytest.mark.parametrize("name", CASES)
+def test_killed_at_any_moments_is_not_killed(name: str, mesh: str, folders: Path, pool: Pool) -> None:
+    """Three kills, at moments drawn from the whole run: while the model is loaded, while the reference is computed,
+    in a step, while a checkpoint or the model is saved. After each, the same command is typed again.
+    """
+    draw, each_step = random.Random(f"{name} {mesh}"), ("--save-every", "1")
+    whole, ranks = made(folders, name, f"{name}-{mesh}-calm", mesh, *each_step)
+    work = min(pool.run(timed, whole, ranks=ranks))
+    for kept in folders.glob(".reference-*"):
+        kept.unlink()
+    folder, kills = folders / f"{name}-{mesh}-troubled", 0
+    for least, most in ((0.02, 0.3), (0.2, 0.6), (0.4, 0.9)):  # of the work; a warm process needs less
+        run, _ = made(folders, name, folder.name, mesh, *each_step, "--resume")
+        try:
+            pool.run(killed_at, run, draw.uniform(least, most) * work, ranks=ranks)
+        except RanksFailed as error:
+            assert "SIGKILL" in str(error)
+            kills += 1
+        else:
+            break  # the run ended before its moment
+    if not (folder / "checkpoint").exists():
+        run, _ = made(folders, name, folder.name, mesh, *each_step, "--resume")
+        pool.run(train_to_the_end, run, ranks=ranks)
+    assert kills
     assert curves(folder) == curves(whole.folder)
     assert weights(folder) == weights(whole.folder)
 

@@ -1,4 +1,4 @@
-"""A step of dpo holds one copy of the base under adapters; a reference model of its own is sharded by ZeRO 3."""
+"""Memory of dpo and kto: one copy of the base under adapters; a reference model sharded by ZeRO 3; never logits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft.kernels.linear_cross_entropy import chunks
 from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
-from tests.models.tuning.runs import LORA, first_step, make_run, records, save_model, write
+from tests.models.tuning.runs import LENGTH, LORA, first_step, make_run, records, save_model, write
 from tests.support.pool import Pool
 
 BESIDE = 192 << 10  # bytes of all else: rotary tables, rows, metrics
@@ -60,6 +62,44 @@ def made(folders: Path, *options: str, ranks: int = 1) -> Run:
     output = folders / f"run-{len(list(folders.iterdir()))}"
     options = (*options, "--mesh.dp", str(ranks), "--mesh.tp", "1", "--no-check")
     return make_run(folders / "model", folders / "dpo.jsonl", "dpo", *options, output=output, batch=4)
+
+
+class Logits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the most elements of a tensor with a dim of the vocabulary's size; tensors on meta take no memory."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocab_size, self.most = vocab_size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, torch.Tensor) and not each.is_meta and self.vocab_size in each.shape:
+                self.most = max(self.most, each.numel())
+        return found
+
+
+def most_logits(run: Run) -> tuple[int, int, int]:
+    """(most elements of a tensor as wide as the vocabulary in step 1, the vocabulary's size, the tokens of a batch)."""
+    chunks.HELD_BYTES_ON_CPU = 1 << 16  # a hundredth of the logits
+    with Logits(run.config.model.vocab_size) as watch:
+        first_step(run)
+    width = LENGTH * (2 if run.config.task == "dpo" else 1)
+    return watch.most, watch.vocab_size, run.config.data.batch_size * width
+
+
+@pytest.mark.parametrize("reference", [("model",), ("precomputed",), ("adapters", *LORA)], ids=lambda each: each[0])
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_log_probabilities_are_found_without_logits(
+    task: Any, reference: tuple[str, ...], tmp_path: Path, pool: Pool
+) -> None:
+    """Of the model, its reference and kto's mismatched rows, in forward and backward."""
+    base = save_model(tmp_path / "model", 1)
+    data = write(tmp_path / "data.jsonl", records(task, messages=True, count=24))
+    run = make_run(base, data, task, "--reference", *reference, "--no-check", output=tmp_path / "run", batch=8)
+    ((most, vocab_size, tokens),) = pool.run(most_logits, run, ranks=1)
+    assert most < tokens * vocab_size / 8
+    assert most >= vocab_size * 32  # the head's weight was seen
 
 
 def test_adapters_hold_one_copy_of_the_base(folders: Path, pool: Pool) -> None:

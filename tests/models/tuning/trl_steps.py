@@ -31,6 +31,8 @@ def trl_step(
 
     options: of the trainer's config. adapters: of peft's LoraConfig. values: of the adapters, by Weft's names.
     """
+    datasets.config.HF_DATASETS_CACHE = scratch / "cache"  # type: ignore[attr-defined]
+    datasets.disable_progress_bars()
     settings, trainer_class = TRAINERS[task]
     arguments = settings(
         output_dir=str(scratch),

@@ -2,8 +2,8 @@
 
 Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), observing the calls of ops, counting an op's
 traffic, the device that meta tensors stand for, delaying weight gradients, tokens in another order, tokens sorted by
-expert, attention to received keys, and the choice of overlapped products. A release may rename them; the changelog
-says how.
+expert, attention to received keys, dropout of rows in orders of their own, and the choice of overlapped products. A
+release may rename them; the changelog says how.
 """
 
 from .attention.exchanged import Places, ReceivedKeys
@@ -24,6 +24,7 @@ from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
 from .dispatch.sharded.functions import apply_function
 from .dispatch.sharded.second_derivatives import refuse_second_derivative
 from .dispatch.token_order import Runs, as_laid, as_read
+from .dropout.sharded import dropout_by_row
 from .launching.traffic import counted_traffic
 from .matmul.sharded.choice import MEASURED, Form, faster_in_steps
 from .packing import pack, unpack
@@ -50,6 +51,7 @@ __all__ = [
     "cast_for",
     "counted_traffic",
     "delay_weight_gradients",
+    "dropout_by_row",
     "faster_in_steps",
     "find_slice_layout",
     "has_data",

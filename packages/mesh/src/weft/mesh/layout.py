@@ -16,7 +16,7 @@ from .picture import WIDTH, coloured, draw
 from .placement import Partial, Placement, Replicate, Shard, as_placement
 from .process_mesh import Axis, ProcessMesh, as_mesh
 
-Box = tuple[slice, ...]  # a part of a tensor: one slice per dim
+Box = tuple[slice, ...]  # a part of a tensor: a slice for each dim
 
 
 def largest_part(size: int, parts: int) -> int:
@@ -56,9 +56,9 @@ Spec = Sequence[str | Sequence[str] | None]
 class LayoutError(ValueError):
     """A tensor's layout does not fit the request; the message says how to change the layout, mostly by a reshard.
 
-    nearest: where an operation's layout rule refuses its operands, layouts near theirs which the rule accepts: one per
-        operand, in the operands' order, or only that of the single operand named in the message. A caller may reshard
-        to these and try again. Empty in all other errors.
+    nearest: set where a layout rule refuses the operands of an operation: the nearest layouts which the rule accepts,
+        one per operand, in the operands' order, or a single layout for the operand named in the message. A caller may
+        reshard to these layouts and try again. Empty in all other errors.
     """
 
     def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:
@@ -70,15 +70,15 @@ class Layout:
     """How a tensor is distributed over a mesh.
 
     mesh: a ProcessMesh, or torch's DeviceMesh.
-    placements: a mapping such as {"dp": Shard(0)} (axes left out replicate), a sequence with a placement per axis, or
-        text such as "dp: S(0), tp: P(sum)".
+    placements: a mapping as {"dp": Shard(0)} (axes left out replicate), a sequence with a placement per axis, or
+        text as "dp: S(0), tp: P(sum)".
 
     Where several axes shard the same dim, the first of these axes is the major one and cuts the dim first. The order
     is the mesh's order for a mapping or a sequence, and the written order for text: "tp: S(0), dp: S(0)" cuts by tp
     first.
 
     A negative dim counts from the end, in a tensor of any number of dims. `resolved(shape)` counts every dim from the
-    front. Before that, `spec`, `parts` and some layout rules raise LayoutError, because no shape is known there.
+    front. On an unresolved layout, `spec`, `parts` and some layout rules raise LayoutError: no shape is known there.
 
     Raises LayoutError for an axis outside the mesh, and for a sequence with more or fewer placements than axes.
     """
@@ -145,7 +145,7 @@ class Layout:
     def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
         """The layout with these placements, where the order of the mapping, not of the mesh, decides the major axis.
 
-        Where several axes shard the same dim, the first axis listed is the major one. Axes left out replicate.
+        Where several axes shard the same dim, the first axis listed is major. Axes left out replicate.
         """
         layout = cls.__new__(cls)
         layout._set(as_mesh(mesh), placements)
@@ -176,7 +176,7 @@ class Layout:
     def __str__(self) -> str:
         """The layout as text, which `Layout(mesh, text)` reads back.
 
-        Axes are in the mesh's order, but the axes that shard the same dim exchange places so that the major is first.
+        Axes are in the mesh's order, except axes sharding the same dim: these go from major to minor.
         """
         names = list(self.mesh.axis_names)
         for order in self._orders:
@@ -193,7 +193,7 @@ class Layout:
 
     @property
     def spec(self) -> tuple[tuple[str, ...], ...]:
-        """Per dim, the axes that shard it, major first; ends at the last sharded dim.
+        """For each dim, the sharding axes, major first; ends at the last sharded dim.
 
         Raises LayoutError where a dim is counted from the end.
         """
@@ -212,12 +212,12 @@ class Layout:
         return Layout.in_order(self.mesh, still_sharding | unchanged | changed)
 
     def parts(self, dim: int) -> int:
-        """The number of parts of dim `dim`."""
+        """The number of parts into which the mesh cuts dim `dim`."""
         self.check_counted()
         return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 
     def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
-        """The layout as text, with an ASCII picture of the ranks that hold each part.
+        """The layout as text, with an ASCII picture of the ranks holding each part.
 
         global_shape: adds the indices of each part to the picture.
         width: the columns that the picture should fit in; to fit, fewer cells and shorter lists of ranks are drawn.

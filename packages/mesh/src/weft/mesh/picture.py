@@ -1,4 +1,4 @@
-"""ASCII pictures of layouts: the cells that a layout cuts a tensor into, and the ranks that hold each cell."""
+"""ASCII pictures of layouts: the cells into which a layout cuts a tensor, and the ranks holding each cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS = 8  # ranges of ranks, or addends, listed in a cell; of more, the first t
 WIDTH = 72  # default columns of a picture; the first of FITS that is not wider is drawn
 SLICES = 4  # grids drawn at most, where more than two dims are cut; beyond, a table with a line per rank
 LINES = 16  # ranks in the table at most
-COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; they add no information
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on a terminal; colours add no information
 # (columns of cells, items in a cell), widest first
 FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))
 
@@ -43,9 +43,9 @@ class Drawable(Protocol):
 
 
 class Cell(NamedTuple):
-    """The ranks that hold one part of a tensor."""
+    """The ranks which hold a part of a tensor, a cell of the picture."""
 
-    # For each of the first ITEMS addends: ranges of the ranks with a replica of the addend; enough to fill a cell.
+    # For each addend, the ranges of the ranks with a replica. Only the first ITEMS addends, as a cell shows no more.
     addends: list[list[str]]
     replicas: int  # ranks that hold each addend
     total: int  # number of addends
@@ -55,11 +55,11 @@ class Cell(NamedTuple):
 def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
     """The picture of a layout, as lines: a grid whose rows cut the first sharded dim and whose columns cut the second.
 
-    A single sharded dim is drawn as rows if it is dim 0, else as columns; with the shape, a vector is drawn as
-    columns. A cell names the ranks that hold it. Where the layout is Partial, a cell names the ranks of each addend:
-    `0+1`, `max(0, 1)`. With the shape, the indices of each part are written beside the grid.
+    A single sharded dim is drawn as rows if dim 0, else as columns; with the shape, a vector is drawn as
+    columns. A cell names the ranks holding the part; where the layout is Partial, the ranks holding each addend: `0+1`,
+    `max(0, 1)`. With the shape, the indices of each part are written beside the grid.
 
-    Where more than two dims are sharded, each part of the further dims has a grid of its own. Instead of more than
+    Where more than two dims are sharded, each part of the further dims has a separate grid. Instead of more than
     SLICES grids, a table has a line per rank.
 
     width: the columns that the picture should fit in.
@@ -100,7 +100,7 @@ def coloured(picture: str) -> Text:
 
 
 def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
-    """The lines of one grid, with fewer columns and shorter lists of ranks until the lines fit the width.
+    """The lines of a grid, with fewer columns and shorter lists of ranks until the lines fit the width.
 
     row, column: the dims drawn. fixed: the part of every further dim, as indices along the axes that cut the dim.
     """
@@ -126,7 +126,7 @@ def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coor
 
 
 def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
-    """A line per rank: its part of each sharded dim, and its addend along each Partial axis."""
+    """A line for each rank: the part of each sharded dim, and the addend along each Partial axis."""
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
     rows = [["rank", *(f"dim {dim}" for dim in cut), *(f"{axis}: {layout[axis]}" for axis in partial)]]
@@ -155,7 +155,7 @@ def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
 
 
 def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
-    """The indices of the part of a dim at a coordinate, as 0:2; without the shape its number, as 0 of 4."""
+    """The indices of the part of a dim at a coordinate, as 0:2; without the shape the number of the part, as 0 of 4."""
     if dim is None:
         return ""
     if shape is not None:
@@ -181,7 +181,7 @@ def _cell(layout: Drawable, at: Coordinate) -> Cell:
 
 
 def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
-    """The ranks at a coordinate that may leave out axes, in increasing order."""
+    """The ranks at a coordinate, which may leave out axes, in increasing order."""
     return sorted(mesh.select(**at)) if len(at) < mesh.ndim else [mesh.rank_at(**at)]
 
 
@@ -210,7 +210,7 @@ def _runs(ranks: list[int]) -> list[str]:
     runs: list[str] = []
     start = 0
     while start < len(ranks) and len(runs) <= ITEMS:
-        # ranks[i] - i is constant within a run and grows after the run, so bisect finds the run's end.
+        # ranks[i] - i is constant within a run and grows after the run, and bisect finds the run's end.
         stop = bisect_right(range(len(ranks)), ranks[start] - start, lo=start, key=lambda i: ranks[i] - i)
         runs += [f"{ranks[start]}-{ranks[stop - 1]}"] if stop - start > 2 else map(str, ranks[start:stop])
         start = stop

@@ -193,7 +193,7 @@ class ProcessMesh:
         return self._make(names, self._ranks.take(picks))
 
     def _part(self, index: dict[int, Index]) -> tuple[tuple[str, ...], list[range | int]]:
-        """The axis names of the sub-mesh at `index`, keyed by axis position, and the indices picked along all axes."""
+        """The sub-mesh's axis names, and the indices picked along each axis. index: by axis position."""
         picks: list[range | int] = [range(size) for size in self.shape]
         for axis, at in index.items():
             name = self.axis_names[axis]
@@ -233,7 +233,7 @@ class ProcessMesh:
         return self.permute(first, *(axis for axis in self.axis_names if axis != first))
 
     def submesh(self, rank: int, *names: Axis) -> ProcessMesh | None:
-        """The sub-mesh with axes `names`, of all ranks at `rank`'s index on other axes; None for a rank outside."""
+        """The sub-mesh along the axes `names` which holds `rank`; None for a rank outside the mesh."""
         chosen = self._check_axes("submesh", names)
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -370,7 +370,7 @@ def _as_int_from(least: int, value: Any, message: Callable[[], str]) -> int:
 
 
 def _pick(name: str, size: int, at: slice) -> range:
-    """The indices picked by a slice along an axis. Raises ValueError for none."""
+    """The indices picked by a slice along an axis. Raises ValueError where the slice picks none."""
     try:
         pick = range(size)[at]
     except TypeError:

@@ -12,7 +12,7 @@ def derive_key(seed: int, *path: str | int) -> int:
     """64-bit key from a seed and a path of names and ints, such as `derive_key(0, "layers.3.mlp", step)`.
 
     The key depends on these arguments alone: not on ranks, meshes or the order in which keys are made.
-    Raises ValueError for a seed or a part of the path that is neither a str nor an int.
+    Raises ValueError for a seed or a part of the path which is neither a str nor an int.
     """
     parts = [str.__str__(part) if isinstance(part, str) else _as_int(part) for part in (seed, *path)]
     text = "/".join(f"{type(part).__name__}:{len(str(part))}:{part}" for part in parts)

@@ -1,6 +1,6 @@
 """A map from mesh index to rank.
 
-Regular ranks are stored as strides: 131,072 of them take no more memory than 8.
+Regular ranks are stored as strides: 131,072 ranks take no more memory than 8.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Ranks:
     An index has the number `first + sum(index * stride)`. Without a table, the number is the rank. With a table, the
     number is the position of the rank in the table.
 
-    Equal maps have equal fields, because each map is stored in only one way:
-    - A table is used only where an index cannot be read back from its rank, stride by stride. A part of a grid has
+    Equal maps have equal fields, because each map is stored in a single way:
+    - A table is used only where an index cannot be read back from the rank, stride by stride. A part of a grid has
       none.
     - An axis of size 1 has stride 0.
     - A table is row-major, and holds the ranks of this map alone.
@@ -99,7 +99,7 @@ class Ranks:
         return self._view(tuple(self.shape[axis] for axis in axes), self.first, [self.strides[axis] for axis in axes])
 
     def merge(self, start: int, stop: int) -> Ranks:
-        """The same ranks with axes `start` to `stop - 1` merged into one axis; `start` is the major axis."""
+        """The same ranks with axes `start` to `stop - 1` merged into a single axis; `start` is the major axis."""
         shape = (*self.shape[:start], math.prod(self.shape[start:stop]), *self.shape[stop:])
         merged = list(zip(self.shape, self.strides, strict=True))[start:stop]
         axes = [(size, stride) for size, stride in merged if size > 1]
@@ -128,7 +128,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_decodable(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether an index can be read back from its number, stride by stride.
+    """Whether an index can be read back from the index's number, stride by stride.
 
     For this, each stride must be longer than all shorter strides can reach together.
     """

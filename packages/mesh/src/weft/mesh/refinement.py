@@ -15,7 +15,7 @@ from .process_mesh import ProcessMesh
 
 @lru_cache(maxsize=1024)
 def axes_of(mesh: ProcessMesh, axis: str) -> tuple[str, ...]:
-    """The axes of `mesh` that make up `axis`: the axis itself, or its parts.
+    """The axes of `mesh` which make up `axis`: the axis itself, or the parts of the axis.
 
     The name of a part begins with the axis's name, as tp_heads is a part of tp. Empty where the mesh has neither.
     """
@@ -26,7 +26,7 @@ def axes_of(mesh: ProcessMesh, axis: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def parts_of_axes(fine: ProcessMesh, coarse: ProcessMesh) -> dict[str, tuple[str, ...]] | None:
-    """For each axis of `coarse`, the neighbouring axes of `fine` that it is split into, major first.
+    """For each axis of `coarse`, the neighbouring axes of `fine` into which the axis is split, major first.
 
     None where `fine` does not come from `coarse` by splitting axes.
     """
@@ -51,8 +51,8 @@ def parts_of_axes(fine: ProcessMesh, coarse: ProcessMesh) -> dict[str, tuple[str
 def refined(layout: Layout, fine: ProcessMesh, shape: Sequence[int]) -> Layout:
     """The layout of a tensor of this shape, rewritten for the mesh `fine`, which splits axes of the layout's own mesh.
 
-    Raises LayoutError where `fine` does not come from the layout's mesh by splitting axes. Also where a split axis
-    cuts a dim unevenly, because its parts would cut the dim into different shards.
+    Raises LayoutError where `fine` does not come from the layout's mesh by splitting axes, and where a split axis
+    cuts a dim unevenly: the parts of the axis would cut the dim into different shards.
     """
     parts = parts_of_axes(fine, layout.mesh)
     if parts is None:

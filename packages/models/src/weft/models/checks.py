@@ -15,14 +15,15 @@ from typing import Any, Protocol
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
-# Layers of a model, and heads of a layer: ten times any published model's. Each layer of a model becomes a module.
+# Layers of a model, and heads of a layer: far above any published model's. Each layer becomes a module, so a number of
+# layers without a bound could fill the memory.
 MOST_LAYERS = 100_000
 MOST_ELEMENTS = 2**40  # of one tensor: torch counts the tensor's bytes in 64 bits
 MOST_NEW_TOKENS = 2**24  # of a row in `generate`, which allocates memory for all before drawing the first
 
 
-class Cut(Protocol):
-    """A config as `check_tensor_parallel` reads it."""
+class SplitSizes(Protocol):
+    """The properties of a `ModelConfig` that `check_tensor_parallel` reads."""
 
     @property
     def num_heads(self) -> int:
@@ -113,7 +114,7 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
 
 
-def check_tensor_parallel(config: Cut, ways: int) -> None:
+def check_tensor_parallel(config: SplitSizes, ways: int) -> None:
     """Raises ValueError where tp=`ways` does not divide the heads or hidden sizes, and lists the degrees that work.
 
     `ways` may be a multiple of the number of key and value heads: each of these heads is then replicated on several
@@ -127,7 +128,7 @@ def check_tensor_parallel(config: Cut, ways: int) -> None:
         )
 
 
-def _misfits(config: Cut, ways: int) -> list[str]:
+def _misfits(config: SplitSizes, ways: int) -> list[str]:
     sizes = config.parallel_sizes.items()
     return [
         f"{name} {size}" for name, size in sizes if size % ways and not (name == "num_kv_heads" and ways % size == 0)

@@ -10,8 +10,9 @@ from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
 def shown(metavar: str, default: str, name: str | None = None) -> Any:
-    """Tyro metadata for an option whose default the command's help shows in words; None without tyro.
+    """Metadata by which `weft train --help` shows an option's default in words; None without tyro.
 
+    metavar: the option's value in the help, as "INT". default: the default in words, as "no layer".
     name: the option's name where it differs from the field's, as for a Python keyword.
     """
     try:
@@ -64,12 +65,12 @@ class ModelConfig:
 
     @property
     def num_looked_up(self) -> int:
-        """Parameters in lookup tables that take part in no product. A tied table is multiplied at the output."""
+        """Parameters in tables that no product reads: the embedding's, unless the head shares the table."""
         return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
 
     @property
     def num_multiplied(self) -> int:
-        """Parameters in the matrix products of a token: the operations of a step follow from them."""
+        """Parameters in the matrix products of a token. Estimates of a step's operations count these."""
         return self.num_parameters - self.num_looked_up
 
     @property
@@ -275,7 +276,7 @@ class RotaryConfig(ModelConfig):
 def longest_context(config: Any) -> int:
     """The most tokens of a context: `Rotary.longest`, or max_seq_len of a model without rotary positions.
 
-    config: of any model with these fields, also of a class of the user.
+    config: a `ModelConfig`, or a class of the user's own with the field max_seq_len.
     """
     rotary = getattr(config, "rotary", None)
     longest: int = config.max_seq_len if rotary is None else rotary.longest

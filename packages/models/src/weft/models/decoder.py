@@ -99,9 +99,9 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
             [B, capacity], see `kernels.attention`.
         cache: from `make_cache`; extended by the tokens' keys and values.
         last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
-        targets: [B, T] ints, the token to predict at each place, -100 at places without one. The result is then the
-            negative log-probability of each target, at least float32, and 0 where there is none. All logits are never
-            in memory at once; they are, if `lm_head` has an adapter or another forward hook, or is no `layers.Head`.
+        targets: [B, T] ints, the token to predict at each place, -100 at places without a target. The result is then
+            the negative log-probability of each target, at least float32, and 0 at places without. The full logits
+            are in memory only if `lm_head` has an adapter or a further forward hook, or is no `layers.Head`.
         On a mesh, tokens, targets, positions and documents have the same layout.
         """
         if isinstance(documents, Tensor) and not cache:
@@ -259,7 +259,7 @@ class MixtureDecoder(Decoder[AnyMixtureConfig]):
         return Constant(0.0) if name.endswith("correction_bias") else super().initial_value(name)
 
     def parallel_plan(self) -> ParallelPlan:
-        """The plan that `parallelize` uses by default."""
+        """The default plan of `parallelize`."""
         config = self.config
         styles = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." not in pattern}
         mlps = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." in pattern}

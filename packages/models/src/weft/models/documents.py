@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Mapping
@@ -226,6 +227,22 @@ def write_anew(path: Path, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     aside.replace(path)
+
+
+def write_shared(path: Path, content: bytes) -> None:
+    """As `write_anew`, for a file that several processes, on any machine, may write at once: the last one's is kept.
+
+    A killed process may leave its hidden temporary file behind.
+    """
+    aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(8)}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:

@@ -31,8 +31,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
 
-        A token's output is the sum of weight times expert over the token's k experts. No token is dropped.
-        rows: the number of choices of these experts, if the caller knows; see `kernels.experts`.
+        A token's output is the weighted sum of the outputs of the token's k experts. No token is dropped.
+        rows: how many entries of `experts` name an expert of this module, if the caller knows; see `kernels.experts`.
         """
         projections = self.gate_proj, self.up_proj, self.down_proj
         if self.lora is not None and self.lora.active:
@@ -42,9 +42,10 @@ class Experts(nn.Module):
         return output
 
     def choose(self, x: Tensor, experts: Tensor) -> None:
-        """Hook for experts sharded over "ep": the ranks start to exchange the numbers of tokens to send. Else nothing.
+        """Called by `MixtureOfExperts` as soon as the router has chosen. Does nothing here.
 
-        Called by `MixtureOfExperts` as soon as the router has chosen. x [B, T, H], experts [B, T, k].
+        `parallelize` replaces this method for experts sharded over "ep": the ranks then start to exchange how many
+        tokens each will send. x [B, T, H], experts [B, T, k].
         """
 
     def extra_repr(self) -> str:

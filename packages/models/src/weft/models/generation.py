@@ -254,8 +254,9 @@ class _Contexts:
 
 
 def _context_start(length: int, limit: int) -> int:
-    """The index of the first token in a row's context. Beyond `limit` tokens, half of `limit` is dropped at a time: the
-    cache is then made anew only after as many steps.
+    """The index of the first token in a row's context.
+
+    Beyond `limit` tokens, half of `limit` is dropped at a time, so the cache is made anew only every limit / 2 steps.
     """
     half = (limit + 1) // 2
     return max(0, -(-(length - limit) // half) * half)

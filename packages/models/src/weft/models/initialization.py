@@ -32,8 +32,8 @@ Initial = Constant | Normal
 def initialize(model: nn.Module, seed: int) -> None:
     """Fills every parameter in place with `model.initial_value(name)`.
 
-    Each rank draws only its local part, with a few MB of scratch memory. The values do not depend on the mesh, the
-    plan, or the order in which parameters were made. A tied weight is drawn once, under its first name.
+    Each rank draws only the local part, with a few MB of scratch memory. The values do not depend on the mesh, the
+    plan, or the order in which parameters were made. A tied weight is drawn once, under the weight's first name.
     Raises ValueError for a parameter on the meta device.
     """
     for name, parameter in model.named_parameters():
@@ -42,7 +42,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
-    """Fills a parameter in place. name: the parameter's name in the model. Raises ValueError for one on `meta`."""
+    """Fills a parameter in place. name: the parameter's in the model. Raises ValueError for a parameter on `meta`."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta:
         raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) before initialize")
@@ -54,7 +54,7 @@ def fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
 
 
 def local_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """The slice of the global tensor that this rank holds, as a slice for each dim."""
+    """This rank's slice of the global tensor, as a slice for each dim."""
     if isinstance(parameter, DTensor):
         return layout_of(parameter).local_slices(parameter.shape, torch.distributed.get_rank())
     return tuple(slice(0, size) for size in parameter.shape)

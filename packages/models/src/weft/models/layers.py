@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
-from weft.kernels.extension import ReceivedKeys, Runs, attention_to_received
+from weft.kernels.extension import ReceivedKeys, Runs, attention_to_received, dropout_by_row
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 ROW_INDEPENDENT: set[type[nn.Module]] = set()
@@ -17,8 +17,8 @@ ROW_INDEPENDENT: set[type[nn.Module]] = set()
 def row_independent(cls: ModuleClass) -> ModuleClass:
     """Class decorator for modules that compute each row of a batch [B, T, ...] independently and communicate nothing.
 
-    A row is a sequence of the batch. The decorator adds the class, without its subclasses, to ROW_INDEPENDENT.
-    `parallel.local_modules` reads the set: on a mesh with data axes only, a block of such modules runs on local
+    A row is a sequence of the batch. The decorator adds the class, without subclasses, to ROW_INDEPENDENT.
+    `parallel.local_modules` reads the set: on a mesh with data axes only, a block of these modules runs on local
     tensors. A class whose rows depend on each other under some configs also has a property `reads_other_rows`, True
     under these configs; see `decoder.Decoder`.
     """
@@ -28,9 +28,9 @@ def row_independent(cls: ModuleClass) -> ModuleClass:
 
 @row_independent
 class Linear(nn.Linear):
-    """nn.Linear whose constructor leaves the parameters unset; `models.initialize` or a checkpoint sets them later.
+    """nn.Linear whose constructor leaves the parameters unset, for `models.initialize` or a checkpoint to fill.
 
-    unit: sharding the outputs never splits a group of `unit` consecutive outputs, such as the elements of one head.
+    unit: sharding the outputs never splits a group of `unit` consecutive outputs, as the elements of a head.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, unit: int = 1) -> None:
@@ -64,7 +64,7 @@ class Head(Linear):
 
 @row_independent
 class Embedding(nn.Embedding):
-    """nn.Embedding whose constructor leaves the table unset; `models.initialize` or a checkpoint sets it later."""
+    """nn.Embedding whose constructor leaves the table unset, for `models.initialize` or a checkpoint to fill."""
 
     def reset_parameters(self) -> None:
         """Leaves the table unset."""
@@ -114,7 +114,7 @@ class LayerNorm(nn.Module):
 
 @row_independent
 class HeadNormRope(nn.Module):
-    """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share one weight [size]."""
+    """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share a weight [size]."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -133,9 +133,9 @@ class HeadNormRope(nn.Module):
 class Dropout(nn.Module):
     """Dropout with a mask by (key, name, global element index), the same on every mesh; see `kernels.dropout`.
 
-    name: the module's path in the model; gives each layer a mask of its own.
+    name: the module's path in the model, by which each layer has a different mask.
     The module stores no key: every call gets the key as an argument. Activation recomputation calls the layer again
-    with the key of the first call, and so draws the same mask, also after calls with other keys.
+    with the key of the first call, and draws the same mask, also after calls with further keys.
     """
 
     def __init__(self, p: float, name: str) -> None:
@@ -159,8 +159,8 @@ class Dropout(nn.Module):
         """
         if not self.is_active:
             return input if residual is None else kernels.add(input, residual)
-        p, key = self.p, self._require(key)
-        return kernels.dropout(input, p, key, self.name, order=order, orders=orders, residual=residual)
+        drop = kernels.dropout if orders is None else dropout_by_row
+        return drop(input, self.p, self._require(key), self.name, order=order, orders=orders, residual=residual)
 
     def attention_options(self, key: int | Tensor | None) -> dict[str, Any]:
         """Keyword arguments for `kernels.attention`, which drops attention weights itself. Empty without dropout.

@@ -28,13 +28,16 @@ def first_gradient(loss: Tensor) -> Tensor:
     with torch.no_grad():
         if not isinstance(loss, DTensor):
             return torch.ones_like(loss)
-        local = loss.to_local()  # empty on a rank outside the mesh; inside `exact_sums` it may be a stack of addends
+        local = loss.to_local()  # empty on a rank outside the mesh; inside `exact_sums` perhaps a stack
         one = local.new_ones(()) if local.numel() else torch.ones_like(local)
         return wrap(one, cotangent(layout_of(loss)), loss.shape)
 
 
 def local_value(scalar: Tensor) -> Tensor:
-    """This rank's part of a scalar, as a plain tensor without graph; inside `exact_sums` a stack of addends."""
+    """This rank's part of a scalar, as a plain tensor without graph.
+
+    Inside `exact_sums`, a stack: an entry for each of this rank's coordinates on the named mesh.
+    """
     return (memory_of(scalar) if isinstance(scalar, DTensor) else scalar).detach()
 
 
@@ -64,7 +67,7 @@ class LossSum:
         model's `dtype` widened to at least float32.
     addends: further numbers [n] of this rank, summed over the ranks together with the losses. Inside `exact_sums`
         stacked like the losses.
-    local: the sum of the losses on this rank alone. Inside `exact_sums`, possibly a stack of addends.
+    local: the sum of the losses on this rank alone. Inside `exact_sums`, a stack as of `local_value`.
     Communication: a reshard of 1 + n numbers over the axes sharding the tokens; n = 0 without addends.
     Raises ValueError inside `exact_sums` for addends not stacked like the losses.
     """
@@ -92,7 +95,7 @@ class LossSum:
             self._values = torch.cat([self.local[None], addends.to(self.local.dtype)])
         if losses and isinstance(losses[0], DTensor):
             layout = layout_of(losses[0])
-            if exact_axes() is not None:  # the local value may be a stack of addends
+            if exact_axes() is not None:  # the local value may be a stack, see `local_value`
                 shape = self._values.shape[self.local.ndim :]
                 self._pending = start_reshard(wrap(self._values, layout, shape), placements=cotangent(layout))
                 return

@@ -23,7 +23,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class TransformersClasses:
-    """Class names in `transformers`: of a model, its RMS norms and its gated MLPs."""
+    """Class names in `transformers`: of a model, of the model's RMS norms, and of the model's gated MLPs."""
 
     model: str
     norm: str | None = None
@@ -52,7 +52,7 @@ class Replacement:
 
 
 class Patch:
-    """The changes made by `patch`. Its string has a line for each class of changed modules."""
+    """The changes made by `patch`. `str` gives a line for each class of changed modules."""
 
     def __init__(self, changes: list[Replacement]) -> None:
         self._changes = changes
@@ -73,7 +73,7 @@ class Patch:
         for each in self._changes:
             if each.module.__dict__.get("forward") is not each.forward:
                 name = type(each.module).__name__
-                raise RuntimeError(f"the forward of a {name} was replaced after patch; take that back first, then undo")
+                raise RuntimeError(f"the forward of a {name} was replaced after patch; restore it first, then undo")
         for each in self._changes:
             del each.module.forward
         self._changes = []
@@ -110,15 +110,16 @@ def patch(model: nn.Module) -> Patch:
         forward_name = f"{name or type(model).__name__}.forward"
         if "forward" in module.__dict__:
             raise ValueError(
-                f"{forward_name} is not its class's own: it was patched or wrapped before; undo that, then patch"
+                f"{forward_name} is not the forward of {type(module).__name__}, but was patched or wrapped before; "
+                f"undo the earlier change, then patch"
             )
         if module._compiled_call_impl is not None:
             raise ValueError(f"{forward_name} was compiled by Module.compile(); patch first, then compile")
         if not _is_forward_of_transformers(type(module)):
             own = type(module).forward
             raise ValueError(
-                f"{forward_name} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its "
-                f"place for every {type(module).__name__}; take that back, then patch"
+                f"{forward_name} is not transformers' forward: {own.__module__}.{own.__qualname__} replaces it in "
+                f"every {type(module).__name__}; restore the class's forward, then patch"
             )
         replacement, description = replacements[type(module).__name__]
         changes.append(Replacement(module, _bind(replacement, module), description))

@@ -15,15 +15,22 @@ from torch.nn import functional as F
 PairLoss = Literal["sigmoid", "ipo"]
 
 
-def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+def implicit_rewards(policy: Tensor, reference: Tensor, beta: float, lengths: Tensor | None = None) -> Tensor:
     """The rewards beta * (policy - reference) implied by a policy, without graph (Rafailov et al. 2023, section 5).
 
     policy, reference: log-probabilities of answers, of equal shape; the result has this shape.
+    lengths: of this shape, the number of tokens of each answer, by which each reward is divided; None: not divided.
     Raises ValueError for different shapes and for a beta of 0 or less.
     """
     check_positive("implicit_rewards", "beta", beta)
-    _check_shapes("implicit_rewards", policy, reference=reference)
-    return beta * (policy.detach() - reference.detach())
+    _check_shapes("implicit_rewards", policy, reference=reference, lengths=lengths)
+    rewards = beta * (policy.detach() - reference.detach())
+    return rewards if lengths is None else rewards / lengths.clamp(min=1)
+
+
+def divides_by_length(loss: PairLoss, length_normalized: bool) -> bool:
+    """Whether the loss of pairs takes means over an answer's tokens: where asked, and always with "ipo", as by trl."""
+    return length_normalized or loss == "ipo"
 
 
 def dpo(

@@ -15,7 +15,7 @@ class PromptCache:
     """The keys and values of a row's tokens, for further calls of `stream` with the same model.
 
     The model reads only the part of a prompt after the longest common beginning with the tokens of the last call, drawn
-    tokens included. Every prompt is correct.
+    tokens included. A prompt without a common beginning is read whole.
     """
 
     def __init__(self) -> None:

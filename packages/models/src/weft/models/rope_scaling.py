@@ -66,8 +66,8 @@ class YarnRopeScaling:
     """YaRN (Peng et al. 2023): makes the longest wavelengths `factor` times longer, and scales cosine and sine.
 
     A wavelength belongs to a pair of a head's elements. Pairs with more than beta_fast rotations in the original
-    context keep theirs. Pairs with fewer than beta_slow rotations get the longer one. Pairs in between get a blend,
-    linear in the pair's index.
+    context keep the wavelength. Pairs with fewer than beta_slow rotations get the longer wavelength. Pairs in between
+    get a blend, linear in the pair's index.
     """
 
     factor: float

@@ -1,7 +1,7 @@
-"""Names for the other Weft packages and for extensions, beside the public names of `weft.reshard`.
+"""Names for `weft.kernels`, `weft.models` and extensions, beside the public names of `weft.reshard`.
 
-The other packages import from these two modules only. The names come from the folders of `weft.reshard`: moving
-(tensors change layout), planning (which steps), training (gradients and gathered parameters), and world (process
+The packages above `weft.reshard` import from these two modules only. The names come from the folders of `weft.reshard`:
+moving (tensors change layout), planning (which steps), training (gradients and gathered parameters), and world (process
 groups). A release may rename a name here; the changelog then gives the new name.
 """
 
@@ -47,7 +47,7 @@ from .training.separate_uses import separate_use
 from .training.unit import ParameterSlot
 from .world.calls import Call
 from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
-from .world.dynamo import guard_shapes, in_graph, is_compiling
+from .world.dynamo import between_graphs, guard_shapes, in_graph, is_compiling
 from .world.exact import NAMED, exact_axes, mark_exact, named_axes_key, named_size
 from .world.folded import Fold, FoldedMesh, Index, run_in_turn
 from .world.groups import (
@@ -90,6 +90,7 @@ __all__ = [
     "axes_of_group",
     "axis_group",
     "begin_in_graph",
+    "between_graphs",
     "bytes_of_call",
     "contiguous_shard_slices",
     "cotangent",

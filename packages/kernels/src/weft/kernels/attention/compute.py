@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import is_shape_alone, on_cpu, use_triton
-from ..dispatch.token_order import Runs, as_read
+from ..dispatch.token_order import Runs, as_laid, as_read
 from . import blocks, stretches
 from .drop import Drop
 from .options import Operands, Options, Scores, VisibleInCall, drop_for
@@ -159,11 +159,7 @@ def ascending(x: Tensor, runs: Runs | None) -> Tensor:
 
 def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
     """Reorder x [B, T, W] from the sequence's order to memory order `runs`: the reverse of `ascending`."""
-    if runs is None or _ascend(runs):
-        return x
-    ascending = sorted(range(len(runs)), key=runs.__getitem__)
-    parts = torch.split(x, [runs[i][1] - runs[i][0] for i in ascending], 1)
-    return torch.cat([parts[ascending.index(i)] for i in range(len(runs))], 1)
+    return x if runs is None or _ascend(runs) else as_laid(x, runs, 1)
 
 
 def _ascend(runs: Runs) -> bool:

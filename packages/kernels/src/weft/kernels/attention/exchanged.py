@@ -20,6 +20,7 @@ from ..dropout.function import number_of, quantized
 from .compute import attend, attend_backward
 from .drop import Drop
 from .options import Scores
+from .stretches import heads_of, merge_into
 from .visible import VisibleKeys
 
 
@@ -117,8 +118,12 @@ def forward(
     further_key, further_value = received.wait()
     if further_key.numel() and q.numel():
         drop = options.drop(dropout_key, places, places.received, queries)
-        further = _attend(q[:, queries], further_key, further_value, received.received, None, drop, options.scores)
-        _merge(output[:, queries], lse[:, :, queries], *further)
+        further, further_lse = _attend(
+            q[:, queries], further_key, further_value, received.received, None, drop, options.scores
+        )
+        if not q.is_meta:
+            seeing, further = heads_of(output[:, queries], head_dim), heads_of(further, head_dim)
+            merge_into(seeing, lse[:, :, queries], further, further_lse)
     output = output.view(query.shape)
     return output, (query, key, value, dropout_key, sinks, further_key, further_value, output, lse)
 
@@ -190,15 +195,3 @@ def _attend_backward(
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
     return attend_backward(g, q, k, v, out, lse, visible, sinks, drop, scores)
-
-
-def _merge(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
-    """Merge the output [1, N, heads * D] and logsumexp [1, heads, N] over further keys into `output` and `lse`."""
-    if output.is_meta:
-        return
-    total = torch.logaddexp(lse, further_lse)
-    heads = lse.shape[1]
-    shares = ((each - total).exp_().mT.unsqueeze(-1) for each in (lse, further_lse))  # [1, N, heads, 1]
-    parts = (each.reshape(1, -1, heads, each.shape[-1] // heads) * next(shares) for each in (output, further))
-    output.copy_((next(parts) + next(parts)).flatten(-2))
-    lse.copy_(total)

@@ -124,9 +124,10 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, calls: Rows, scale: float
             of_output, of_lse = output[rows, :, piece.queries], lse[rows, :, piece.queries]
             part, part_lse = _attend(q, k, v, rows, piece, scale)
             if piece.merges:
-                part, part_lse = merged(of_output, of_lse, part, part_lse)
-            of_output.copy_(part)
-            of_lse.copy_(part_lse)
+                merge_into(of_output, of_lse, part, part_lse)
+            else:
+                of_output.copy_(part)
+                of_lse.copy_(part_lse)
     return output, lse
 
 
@@ -145,11 +146,15 @@ def _attend_backward(
     return fused_backward(g, q, k, v, out, lse, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
 
 
-def merged(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs of the same queries over two sets of keys. Each output [B, heads, T, D], lse [B, heads, T]."""
+def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
+    """Change the results of queries over some keys, in place, into the results over these and further keys.
+
+    output, further: [B, heads, T, D]. lse, further_lse: the logsumexps [B, heads, T].
+    """
     total = torch.logaddexp(lse, further_lse)
     shares = ((each - total).exp_().unsqueeze(-1) for each in (lse, further_lse))
-    return output * next(shares) + further * next(shares), total
+    output.copy_(output * next(shares) + further * next(shares))
+    lse.copy_(total)
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor, is_autocast_enabled
 DEVICES = ("cpu", "cuda")
 
 
-class Runs(Enum):
-    """How `torch.autocast` casts an op's floating operands. float64 operands are never cast."""
+class CastTo(Enum):
+    """The dtype to which `torch.autocast` casts an op's floating operands. float64 operands are never cast."""
 
     LOWER = "the dtype of autocast"
     FLOAT32 = "float32"
@@ -22,35 +22,36 @@ class Runs(Enum):
     LOWER_INSIDE = "autocast's dtype, passed as compute_dtype: the op casts operands and sums their gradients itself"
 
 
-RUNS = {
-    "add": Runs.WIDEST,
-    "add_layer_norm": Runs.FLOAT32,
-    "add_rms_norm": Runs.FLOAT32,
-    "all_gather_matmul": Runs.LOWER,
-    "attention": Runs.LOWER,
-    "combine": Runs.UNCHANGED,  # sums in float32
-    "cross_entropy": Runs.UNCHANGED,  # computes and returns float32 for any logits
-    "dispatch": Runs.UNCHANGED,
-    "dropout": Runs.UNCHANGED,
-    "embedding": Runs.UNCHANGED,
-    "experts": Runs.LOWER,
-    "geglu": Runs.WIDEST,
-    "gelu": Runs.UNCHANGED,
-    "grouped_matmul": Runs.LOWER,
-    "layer_norm": Runs.FLOAT32,
-    "linear": Runs.LOWER,
-    "linear_cross_entropy": Runs.LOWER_INSIDE,
-    "matmul": Runs.LOWER,
-    "matmul_reduce_scatter": Runs.LOWER,
-    "qkv_linear": Runs.LOWER,
-    "rms_norm": Runs.FLOAT32,
-    "rms_norm_rope": Runs.FLOAT32,
-    "rope": Runs.UNCHANGED,  # computes in float32
-    "route": Runs.UNCHANGED,  # computes and returns float32 for any scores
-    "router_statistics": Runs.UNCHANGED,  # as route
-    "sigmoid_gate": Runs.WIDEST,
-    "swiglu": Runs.WIDEST,
-    "swiglu_linear": Runs.LOWER,
+# By name of the op.
+CASTS = {
+    "add": CastTo.WIDEST,
+    "add_layer_norm": CastTo.FLOAT32,
+    "add_rms_norm": CastTo.FLOAT32,
+    "all_gather_matmul": CastTo.LOWER,
+    "attention": CastTo.LOWER,
+    "combine": CastTo.UNCHANGED,  # sums in float32
+    "cross_entropy": CastTo.UNCHANGED,  # computes and returns float32 for any logits
+    "dispatch": CastTo.UNCHANGED,
+    "dropout": CastTo.UNCHANGED,
+    "embedding": CastTo.UNCHANGED,
+    "experts": CastTo.LOWER,
+    "geglu": CastTo.WIDEST,
+    "gelu": CastTo.UNCHANGED,
+    "grouped_matmul": CastTo.LOWER,
+    "layer_norm": CastTo.FLOAT32,
+    "linear": CastTo.LOWER,
+    "linear_cross_entropy": CastTo.LOWER_INSIDE,
+    "matmul": CastTo.LOWER,
+    "matmul_reduce_scatter": CastTo.LOWER,
+    "qkv_linear": CastTo.LOWER,
+    "rms_norm": CastTo.FLOAT32,
+    "rms_norm_rope": CastTo.FLOAT32,
+    "rope": CastTo.UNCHANGED,  # computes in float32
+    "route": CastTo.UNCHANGED,  # computes and returns float32 for any scores
+    "router_statistics": CastTo.UNCHANGED,  # as route
+    "sigmoid_gate": CastTo.WIDEST,
+    "swiglu": CastTo.WIDEST,
+    "swiglu_linear": CastTo.LOWER,
 }
 
 
@@ -77,23 +78,23 @@ def _device(tensor: Tensor) -> str:
     return next(filter(is_autocast_enabled, DEVICES), device) if device == "meta" else device
 
 
-def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
+def operands_dtype(cast_to: CastTo, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
     """The dtype to which autocast casts an op's operands; None to leave all operands unchanged.
 
-    runs: of the op. dtype: of autocast.
+    cast_to: of the op. dtype: of autocast.
     operands: the dtypes of the operands for which `may_be_cast` is True. If any has 8 bits, nothing is cast: the caller
         chose float8 factors, and the factors' scales are float32.
     """
     if any(each.itemsize == 1 for each in operands):
         return None
-    match runs:
-        case Runs.LOWER:
+    match cast_to:
+        case CastTo.LOWER:
             return dtype
-        case Runs.FLOAT32:
+        case CastTo.FLOAT32:
             return torch.float32
-        case Runs.WIDEST:
+        case CastTo.WIDEST:
             return reduce(torch.promote_types, operands) if operands else None
-        case Runs.UNCHANGED | Runs.LOWER_INSIDE:
+        case CastTo.UNCHANGED | CastTo.LOWER_INSIDE:
             return None
 
 

@@ -56,7 +56,7 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Whether the tensor is in CPU memory. For a meta tensor: whether inside `meta_as_cpu`.
 
-    For example, matrix products with a float32 result of 16-bit factors ask: a CPU has no GEMM for these, and the
+    Asked, for example, by products of 16-bit factors with a float32 result: a CPU has no GEMM for these, and the
     factors are cast first.
     """
     return tensor.device.type == "cpu" or (_meta_is_cpu and tensor.is_meta)

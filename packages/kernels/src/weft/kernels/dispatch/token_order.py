@@ -51,7 +51,10 @@ def runs_within(order: Runs, start: int, stop: int) -> Runs:
 
 
 def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
-    """Reorder x from memory order `order` to sequence order, along `dim`."""
+    """Reorder x from memory order `order` to sequence order, along `dim`.
+
+    order: of all tokens of the sequence, or of a rank's: x has the tokens of these runs, and no further tokens.
+    """
     if not order:
         return x
     parts = torch.split(x, [stop - start for start, stop in order], dim)  # backward is a single concatenation
@@ -60,4 +63,8 @@ def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
 
 def as_laid(x: Tensor, order: Runs, dim: int) -> Tensor:
     """Reorder x from sequence order to memory order `order`, along `dim`: the reverse of `as_read`."""
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in order], dim) if order else x
+    if not order:
+        return x
+    ascending = sorted(range(len(order)), key=order.__getitem__)
+    parts = torch.split(x, [order[i][1] - order[i][0] for i in ascending], dim)
+    return torch.cat([parts[ascending.index(i)] for i in range(len(order))], dim)

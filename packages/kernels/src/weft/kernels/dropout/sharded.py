@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
+from weft.reshard.extension import between_graphs
 
 from ..dispatch.backend import is_compiling
 from ..dispatch.op import Op
@@ -86,6 +87,10 @@ def dropout(
         options["orders"] = tuple([checked_order("dropout", each, x.shape[-2]) for each in orders])
         options["by_row"] = True
     return apply(DROPOUT, x, operand, *(() if residual is None else (residual,)), **options)
+
+
+# `dropout` with `orders`, which differ from batch to batch: a graph would hold for these orders alone.
+dropout_by_row = between_graphs("each row has the order of its documents; compile the block without fullgraph")(dropout)
 
 
 def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:

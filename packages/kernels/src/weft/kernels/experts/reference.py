@@ -59,8 +59,9 @@ def plain_forward(
         to_gate, to_up, to_output = matrices[expert]
         rows = torch.index_select(x, 0, tokens, out=inputs[:count])
         a = torch.mm(rows, to_gate, out=gates[:count] if a is None else a)
+        h = torch.ops.aten.silu.out(a, out=gated[:count])  # while a is in the cache
         b = torch.mm(rows, to_up, out=ups[:count] if b is None else b)
-        h = torch.ops.aten.silu.out(a, out=gated[:count]).mul_(b)
+        h.mul_(b)
         y = torch.mm(h, to_output, out=outputs[:count])
         sums.index_add_(0, tokens, y.mul_(w) if is_sum else y.to(sums.dtype) * w)
     if not is_sum:

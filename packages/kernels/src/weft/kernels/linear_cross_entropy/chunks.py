@@ -145,7 +145,7 @@ def whole_tiles(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SweptPart:
     """A part after its logits and statistics were computed. Yielded by `sweep`."""
 
     rows: slice  # of the part
@@ -162,7 +162,7 @@ def sweep(
     tokens: int | None,
     upstream: Upstream | None,
     gather: Gather | None,
-) -> Iterator[Part]:
+) -> Iterator[SweptPart]:
     """Iterate over the parts of all chunks, computing each part's logits and statistics.
 
     tokens: of a part, from `part_tokens`. upstream: if given, the logits' gradient is computed too.
@@ -198,4 +198,4 @@ def sweep(
             passes.gradient(logits, product.classes[rows], weight, gathered, upstream, shard, out)
         is_last = rows.stop == chunk.stop and upstream is not None
         chunk_gradient = logits if gradients is None else gradients[: chunk.stop - chunk.start]
-        yield Part(rows, gathered, chunk, chunk_gradient if is_last else None)
+        yield SweptPart(rows, gathered, chunk, chunk_gradient if is_last else None)

@@ -41,7 +41,7 @@ def check_matmul(
     if len(b_shape) > 2 and a_shape[:-2] != b_shape[:-2]:
         raise ValueError(
             f"matmul takes factors with the same leading dims, or b without any, got {a_shape} and {b_shape}; expand "
-            f"one"
+            f"the leading dims of one factor"
         )
     check_dtypes("matmul", a, b)
     check_activation_name("matmul", activation)

@@ -1,4 +1,4 @@
-"""A box of a global tensor, as the offset and strides of its elements' row-major indices."""
+"""A box of a global tensor, as the offset and strides of the elements' row-major indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = tuple[int, ...]
 class Part:
     """A box of a global tensor: element (i0, i1, ...) of the box has the row-major index offset + sum(i * strides).
 
-    It tells a rank which random numbers are its own. An index has up to 62 bits. An empty box has a size of 0.
+    Tells a rank which random numbers to draw. An index has up to 62 bits. An empty box has a size of 0.
     """
 
     offset: int
@@ -53,7 +53,7 @@ class Part:
 def merge(sizes: Ints, strides: Ints, *more_strides: Ints) -> tuple[Ints, ...]:
     """Return (sizes, strides, *more_strides) of the same elements in as few dims as possible; the last stride is 1.
 
-    more_strides: further strides of the same dims, such as those of a tensor in memory. Two dims are merged only where
+    more_strides: further strides of the same dims, as of a tensor in memory. Two dims are merged only where
         all strides allow it.
     """
     if 0 in sizes:

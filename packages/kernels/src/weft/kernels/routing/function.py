@@ -20,7 +20,7 @@ from ..launching.launched import launched
 from . import reference
 from .reference import Router, wide_dtype
 
-MOST_EXPERTS, MOST_CHOICES = 512, 16  # of a token, in a kernel's registers
+MOST_EXPERTS, MOST_CHOICES = 512, 16  # the most scores and choices of a token which a kernel's registers hold
 MOST_ROWS = 2**31 - 1  # rows are numbered by int32
 
 

@@ -265,7 +265,7 @@ def place(
     place_in_block = tl.arange(0, BLOCK)
     choices = block * BLOCK + place_in_block
     ids = load_ids(experts_ptr, choices, R, first, E)
-    rank = tl.zeros((BLOCK,), tl.int32)  # equal experts before, in the block
+    rank = tl.zeros((BLOCK,), tl.int32)  # earlier choices of the same expert, in the block
     for start in range(0, BLOCK, CHUNK):
         columns = start + tl.arange(0, CHUNK)
         earlier = load_ids(experts_ptr, block * BLOCK + columns, R, first, E)

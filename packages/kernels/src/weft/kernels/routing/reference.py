@@ -77,17 +77,18 @@ def _highest(values: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
     Of equal values, the lower index comes first. NaN is above every number, as in torch.topk.
     allowed: bool like values. Values where `allowed` is False count as lower than all further values.
     """
-    values = values.masked_fill(values == 0, 0.0)  # -0.0 equals 0.0, but has other bits
-    is_nan = values.isnan()
     bits: Tensor = values.contiguous().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
     most = torch.iinfo(bits.dtype).max
-    keys = torch.where(bits < 0, bits ^ most, bits).masked_fill_(is_nan, most)  # integers in the order of the values
+    # Integers in the order of the values, 0 for 0.0 and for -0.0. is_below: -1 for a set sign bit, else 0.
+    is_below = bits >> (8 * bits.itemsize - 1)
+    keys = (is_below & most).bitwise_xor_(bits).sub_(is_below).masked_fill_(values.isnan(), most)
     if values.dtype == torch.float64:  # no bits are left for the index
         if allowed is not None:
             keys = keys.masked_fill(~allowed, torch.iinfo(torch.int64).min)
         return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     count = values.shape[-1]
-    keys = (keys.to(torch.int64) << 32) | torch.arange(count - 1, -1, -1, device=values.device)
+    last = torch.arange(count - 1, -1, -1, device=values.device)
+    keys = keys.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(last)
     if allowed is not None:
         keys = keys.masked_fill(~allowed, torch.iinfo(torch.int64).min)
     return keys.topk(k, -1).indices

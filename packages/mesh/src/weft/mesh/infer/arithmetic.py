@@ -40,8 +40,8 @@ def elementwise(
         linear in each operand alone; use `einsum` for them.
     shapes: the operands' shapes, where they are broadcast as in torch; by default all have the same shape.
     operands: the operands' names in messages; by default operand 0, operand 1, …
-    Raises LayoutError for operands of different layouts, and for Partial operands that do not pass. Raises ValueError
-    for shapes that cannot be broadcast together, and for more or fewer shapes or names than operands.
+    Raises LayoutError for operands of different layouts, and for Partial operands which do not pass. Raises ValueError
+    for shapes which cannot be broadcast together, and for more or fewer shapes or names than operands.
     """
     if operands and len(operands) != len(layouts):
         raise ValueError(f"{name}: {len(operands)} names for {len(layouts)} layouts; give one for each operand")
@@ -75,7 +75,7 @@ def _elementwise(
 
 
 def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str]:
-    """The terms of the operands and the output's term; a broadcast dim gets an index of its own."""
+    """The terms of the operands and the output's term; each broadcast dim gets a separate index."""
     dims = max(map(len, shapes), default=0)
     output = letters(dims)
     padded = [(1,) * (dims - len(shape)) + shape for shape in shapes]
@@ -96,13 +96,13 @@ def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[st
 
 
 def _linear(placements: Placements) -> Placement | None:
-    """The Partial placement that passes through a linear operation; None for any other mix."""
+    """The Partial placement which passes through a linear operation; None where none passes."""
     partial = pass_same_reduction(placements)
     return partial if partial is not None and partial.op in ("sum", "avg") else None
 
 
 def whole(name: str, what: str, layout: Layout, dims: int | Sequence[int]) -> Layout:
-    """Layout of an operation that keeps its operand's shape and needs `dims` unsharded: softmax, norms, sorts.
+    """Layout of an operation which keeps the operand's shape and needs `dims` unsharded: softmax, norms, sorts.
 
     what: the operand's name in messages. dims: a dim or several, counted from the front.
     Raises LayoutError where a dim of `dims` is sharded or the operand is Partial. Raises ValueError for a negative
@@ -126,14 +126,14 @@ def _whole(name: str, what: str, layout: Layout, dims: tuple[int, ...]) -> Layou
 
 @lru_cache(maxsize=65536)
 def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str, ...] = ()) -> Layout:
-    """Layout of `torch.einsum(equation, ...)` where each rank computes on its own shards.
+    """Layout of `torch.einsum(equation, ...)` computed by each rank on the rank's shards.
 
-    An axis that shards a contracted index leaves the output Partial(sum). An axis that shards a kept index shards the
-    output. Because einsum is linear in each operand, Partial(sum) and Partial(avg) pass where a single operand is
+    An axis sharding a contracted index leaves the output Partial(sum). An axis sharding a kept index shards the output.
+    Because einsum is linear in each operand, Partial(sum) and Partial(avg) pass where a single operand is
     Partial and the rest replicate. Where nothing is contracted, a sole operand passes with any reduction, and several
     operands pass where all are Partial(product).
 
-    name, operands: names of the operation and its operands in messages; by default the equation and its terms.
+    name, operands: names of the operation and its operands in messages; by default the equation and the terms.
     Raises LayoutError where the operands' shards do not fit together, and for an equation unlike the layouts.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
@@ -165,8 +165,8 @@ def reduction(
 ) -> Layout:
     """Layout of the sum, avg, min, max or product over `dims`; over all elements where `dims` is None.
 
-    An axis that shards a reduced dim leaves the output Partial(op). A Partial operand passes where both reductions can
-    be taken in either order: sum and avg with themselves and each other, min, max and product only with themselves.
+    An axis sharding a reduced dim leaves the output Partial(op). A Partial operand passes where both reductions can be
+    taken in either order: any mix of sum and avg; min, max and product each with the same reduction.
 
     shape: the global shape. An average needs parts of equal size; min and max need an element on every rank.
     Raises LayoutError where the result would be wrong. Raises ValueError for an unknown op or a dim outside the

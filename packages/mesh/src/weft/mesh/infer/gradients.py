@@ -11,7 +11,7 @@ from .terms import one_mesh
 
 
 def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[Layout]) -> Layout:
-    """Layout of an operand's gradient, computed by each rank from its part of the upstream gradient.
+    """Layout of an operand's gradient, computed by each rank from the rank's part of the upstream gradient.
 
     output: the layout of the operation's output. grad: the layout of the upstream gradient.
     operand: the layout of the operand whose gradient is asked for. operands: the layouts of all operands.
@@ -19,11 +19,11 @@ def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[L
     The operation must be linear in every Partial(avg) operand, as `einsum` and linear `elementwise` operations are.
     The result is the gradient of the whole operand, so a Partial operand has a replicated gradient.
 
-    On each axis, the first case that applies decides.
+    On each axis, the first case which applies decides.
     Where all operands replicate and the upstream gradient is Partial(sum), the gradient is Partial(sum).
     Where the operand is sharded, the gradient is sharded alike.
     Where the operand replicates and another operand does not, the gradient is Partial, because each rank sees only the
-    contribution of its part of the other operand. The op is avg where the output is Partial(avg), else sum.
+    contribution of the rank's part of the sharded operand. The op is avg where the output is Partial(avg), else sum.
     Otherwise the gradient replicates.
 
     Raises ValueError for an operand missing from `operands`.

@@ -1,4 +1,4 @@
-"""Layout rules of operations that only move elements: transpose, reshape, embedding, gather, concat and split."""
+"""Layout rules of operations which only move elements: transpose, reshape, embedding, gather, concat and split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
 def reshape(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout:
     """Layout of `tensor.reshape(new_shape)` (or `view`, `flatten`), for a tensor of `shape` in `layout`.
 
-    Each rank reshapes its own part, so every rank holds the same elements before and after. Partial placements stay,
+    Each rank reshapes its part, and holds the same elements before and after. Partial placements stay,
     whatever their op.
     Raises LayoutError where no layout of `new_shape` gives the ranks the same elements: a part would begin or end in
     the middle of a row, or be in several pieces. Raises ValueError for shapes of different size.
@@ -96,7 +96,7 @@ def _find_layout_after(layout: Layout, shape: tuple[int, ...], new_shape: tuple[
 def _deciding_ranks(
     axes: Sequence[str], layout: Layout, shape: tuple[int, ...], after: Layout, new_shape: tuple[int, ...]
 ) -> Iterator[int]:
-    """The ranks that decide whether two layouts give every rank the same elements.
+    """The ranks which decide whether two layouts give every rank the same elements.
 
     Along an axis, the part at index i begins at i times the size of the first part, or at the end of the dim if that
     comes first. Two layouts therefore agree on all ranks if both agree at every axis's first two indices, at the last
@@ -111,7 +111,7 @@ def _deciding_ranks(
 
 
 def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
-    """Indices of an axis to compare: the first two, the last, and those around the first short or empty part."""
+    """Indices of an axis to compare: the first two, the last, and the indices around the first short or empty part."""
     size = layout.mesh.axis_size(axis)
     indices = {0, 1, size - 1}
     placement = layout[axis]
@@ -128,7 +128,7 @@ def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[
 
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
-    """The elements that a rank holds, equal for two shapes if the elements are the same; None for no elements.
+    """The elements held by a rank, equal for two shapes if the elements are the same; None for no elements.
 
     A dim is merged into the previous dim where the rank holds the whole dim, or a single index of the previous dim.
     """
@@ -153,8 +153,8 @@ def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
 def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
     """Layout of the rows of `weight` [V, H] picked by `tokens`, which have `tokens_ndim` dims.
 
-    An axis that shards V leaves the output Partial(sum): each rank gives zeros for the tokens outside its rows. The
-    tokens must replicate on this axis. Raises LayoutError for other layouts, and for Partial tokens.
+    An axis sharding V leaves the output Partial(sum): each rank gives zeros for tokens whose rows other ranks hold. The
+    tokens must replicate on this axis. Raises LayoutError for further layouts, and for Partial tokens.
     """
     return _embedding(tokens, weight, *as_shape((tokens_ndim,)))
 
@@ -175,10 +175,10 @@ def _embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
 def gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     """Layout of `torch.take_along_dim(input, index, dim)`.
 
-    Both tensors have `ndim` dims, and differ in size along `dim` only. An axis that shards `dim` of the input leaves
-    the output Partial(sum): each rank gives zeros for the indices outside its part. An axis that shards another dim
+    Both tensors have `ndim` dims, and differ in size along `dim` only. An axis sharding `dim` of the input leaves the
+    output Partial(sum): each rank gives zeros for indices whose elements other ranks hold. An axis sharding another dim
     must shard this dim in both tensors.
-    Raises LayoutError for other layouts, and for Partial indices. Raises ValueError for a dim outside `ndim`.
+    Raises LayoutError for further layouts, and for Partial indices. Raises ValueError for a dim outside `ndim`.
     """
     (dim,) = check_dims("gather", dim, ndim)
     return _gather(input, index, dim, ndim)

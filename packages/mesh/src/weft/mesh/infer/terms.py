@@ -1,11 +1,11 @@
 """The engine of most layout rules: an operation written by the indices of its operands, inferred per mesh axis.
 
-"mk,kn->mn" describes a matrix product completely. An axis may shard a single index, in every operand that has the
+"mk,kn->mn" describes a matrix product completely. An axis may shard a single index, in every operand with the
 index. Where the output lacks the index, the output is Partial. Rules differ in their terms, and in the treatment
 of Partial operands.
 
-`nearest` searches the nearest layout of a single tensor that an operation takes, where the tensor's shape is known:
-the layout with the fewest elements received by the busiest rank.
+`nearest` searches the nearest layout of a single tensor which an operation takes, where the tensor's shape is known:
+the layout for which the busiest rank receives the fewest elements.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation as layout rules see it. A rule makes one and calls `infer` with the operands' layouts.
+    """An operation, as layout rules see operations. A rule makes an Operation for `infer`.
 
     name: the operation, in messages.
     terms: per operand, a letter for each dim.
     output: a letter for each dim of the output, "." for a new dim.
     partial: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement;
         None where the result would be wrong.
-    contracted: the output's placement on an axis that shards an index missing from the output.
-    whole, why_whole: indices that no axis may shard, and the reason for messages.
+    contracted: the output's placement on an axis sharding an index which the output lacks.
+    whole, why_whole: indices which no axis may shard, and the reason for messages.
     operands: the operands' names in messages; by default operand 0, operand 1, …
     """
 
@@ -61,10 +61,10 @@ class Operation:
 
 
 def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
-    """Layout of the operation's output, from the layouts of its operands.
+    """Layout of the operation's output, from the operands' layouts.
 
     Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. The
-    message and `nearest` name the nearest layouts that the operation takes.
+    message and `nearest` name the nearest layouts which the operation takes.
     """
     layouts = [_resolve_dims(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)
@@ -120,7 +120,7 @@ def _resolve_dims(operation: Operation, position: int, layout: Layout) -> Layout
 
 
 def least_ndim(layouts: Sequence[Layout], *dims: int) -> int:
-    """The smallest number of dims that has all of `dims` and all dims sharded by the layouts.
+    """The smallest number of dims to include all of `dims` and all dims sharded by the layouts.
 
     Raises LayoutError where a layout counts a dim from the end.
     """
@@ -170,9 +170,9 @@ def check_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) ->
 
 
 def pass_same_reduction(placements: Placements) -> Partial | None:
-    """The rule for Partial operands of an operation that only moves or picks elements.
+    """The rule for Partial operands of an operation which only moves or picks elements.
 
-    Where all operands are Partial by the same op, the output is Partial by this op; None for any other mix. A
+    Where all operands are Partial by the same op, the output is Partial by this op; None otherwise. A
     replicated operand counts as Partial by avg, min and max.
     """
     found = {placement for placement in placements if isinstance(placement, Partial)}
@@ -183,7 +183,7 @@ def pass_same_reduction(placements: Placements) -> Partial | None:
 
 
 def never(placements: Placements) -> None:
-    """The rule for Partial operands of an operation that no reduction passes through."""
+    """The rule for Partial operands of an operation through which no reduction passes."""
 
 
 def _output_on_axis(operation: Operation, placements: Placements) -> Placement | Reason:
@@ -265,8 +265,9 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
 def _choices(operation: Operation, current: Placements) -> list[Placements]:
     """The operands' placements to try on an axis.
 
-    As given; an index sharded; Partial operands kept, all or a single operand; as many operands as possible Partial by
-    the same op; all replicated.
+    In order: the placements as given. For each index, the operands which have the index sharded by it. All Partial
+    operands kept, then each of these alone. For each op of a Partial operand, every operand Partial by this op, except
+    operands Partial by another. Last, all replicated. Operands not mentioned replicate.
     """
     whole: Placements = tuple(Replicate() for _ in current)
     choices = [current]
@@ -291,7 +292,7 @@ def _cost(parts: int, current: Placements, target: Placements) -> tuple[int, int
 
 
 def _received(parts: int, before: Placement, after: Placement) -> int:
-    """The cost of changing an operand from one placement to another, in the units of `_cost`."""
+    """The cost of changing an operand's placement, in the units of `_cost`."""
     match before, after:
         case Replicate(), _:  # a slice
             return 0
@@ -335,7 +336,7 @@ def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def _received_elements(before: Layout, after: Layout, shape: tuple[int, ...]) -> float:
-    """Elements received by the busiest of the first ranks: elements needed and not held, and those of reductions."""
+    """Elements received by the busiest of the first ranks: elements needed and not held, and for reductions."""
     return max(
         volume(needed)
         - volume(overlap(needed, before.local_slices(shape, rank)))

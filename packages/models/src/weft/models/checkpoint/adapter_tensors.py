@@ -18,7 +18,7 @@ from ..initialization import local_slices
 from ..low_rank import PROJECTIONS
 from ..parallel.lora import lora, lora_of
 from .adapter_config import ADAPTER_CONFIG, check_patterns, read_adapter_config
-from .shards import open_shard
+from .shards import open_safetensors
 from .stored import Stored
 from .tensors import WEIGHT_DTYPES
 
@@ -56,7 +56,7 @@ def open_adapters(model: nn.Module, weights: Any, folder: Path) -> Iterator[Stor
     """
     config, file = read_adapter_config(folder), folder / ADAPTER_FILE
     layers, stacks = _stored_layers(model, weights)
-    with open_shard(file, "fetch it again") as opened:
+    with open_safetensors(file, "fetch it again") as opened:
         file_tensors = _pairs(opened, layers, file, type(model).__name__)
         sources: dict[str, _Source] = {}  # by the name of our layer
         for name, pair in file_tensors.items():

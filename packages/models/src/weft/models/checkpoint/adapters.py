@@ -33,7 +33,6 @@ def save_lora(
 
     Where `base` is a folder, `from_pretrained(folder)`, `weft generate` and peft's AutoPeftModelForCausalLM read the
     base model and the adapters at once.
-
     base: the name or folder of the base model; recorded in adapter_config.json as given. Give an absolute path, since
         a relative one counts from the reader's working folder.
     tokenizer: written into the folder. Where None, the tokenizer files of the folder `base` are copied; without

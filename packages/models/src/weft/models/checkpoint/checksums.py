@@ -15,7 +15,7 @@ from weft.reshard.extension import as_process_mesh, axis_group, device_mesh
 
 from ..documents import read_plain
 from .manifest import CHECKSUMS, CONFIG, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor
-from .shards import NAMES, positional_sum, read_header, write_shard
+from .shards import NAMES, positional_sum, read_header, write_safetensors
 from .storage import Piece, check_sums
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ INDEX_FILE = "model.safetensors.index.json"
 def write_with_checksums(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Writes a safetensors file by `write_shard`. Returns the manifest's entries: the file's, and by name the
+    """Writes a safetensors file by `write_safetensors`. Returns the manifest's entries: the file's, and by name the
     tensors'.
     """
     stored: dict[str, StoredTensor] = {}
@@ -40,7 +40,7 @@ def write_with_checksums(
             yield tensor
             del tensor
 
-    return write_shard(path, shapes, add_checksums()), stored
+    return write_safetensors(path, shapes, add_checksums()), stored
 
 
 class FolderChecksums:

@@ -21,7 +21,7 @@ from .adapter_config import is_adapter_folder
 from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions
 from .configs import check_layers, read_config, weights_of
-from .huggingface import SHARD_BYTES, finish_pretrained, from_pretrained, save_pretrained, shards_of
+from .huggingface import SHARD_BYTES, finish_pretrained, from_pretrained, group_into_files, save_pretrained
 from .manifest import (
     ADAPTERS,
     CHECKSUMS,
@@ -36,7 +36,7 @@ from .manifest import (
     as_document,
     key_of,
 )
-from .shards import NAMES, STORED_DTYPES, positional_sum, sync_folder, write_shard
+from .shards import NAMES, STORED_DTYPES, positional_sum, sync_folder, write_safetensors
 from .states import check_model
 from .storage import FolderReader, begin_folder, finish_folder, partial_path
 from .stored import StoredGroup, common_dtype
@@ -129,7 +129,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
-        for filename, groups in shards_of(parameters, weights, shard_bytes).items():
+        for filename, groups in group_into_files(parameters, weights, shard_bytes).items():
             shapes = {
                 tensor: (
                     common_dtype(dtypes[name] for name in group.parameters),
@@ -199,7 +199,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     yield whole
                     del whole  # freed before the next tensor is made
 
-            files[filename] = write_shard(partial_path(target) / filename, shapes, values())
+            files[filename] = write_safetensors(partial_path(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
         companions = Companions.read(source, config, sums.check_content)
         own_config = companions.in_config(weights.write_config(model))

@@ -161,7 +161,7 @@ def save_pretrained(
         files[filename], found = write_with_checksums(temporary / filename, shapes, whole.values())
         stored.update(found)
 
-    for filename, groups in shards_of(parameters, weights, shard_bytes).items():
+    for filename, groups in group_into_files(parameters, weights, shard_bytes).items():
         whole: dict[str, Tensor] = {}
         for group in groups:
             gathered = [whole_parameter(model, name, keep=writer) for name in group.parameters]
@@ -272,7 +272,7 @@ def weights_of_model(model: nn.Module) -> Any:
     return family.weights
 
 
-def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, list[StoredGroup]]:
+def group_into_files(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, list[StoredGroup]]:
     """{file name: groups of stored tensors}. A file holds up to `shard_bytes`, or a single larger group."""
     files: list[list[StoredGroup]] = [[]]
     held = 0

@@ -98,7 +98,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ScalingKind:
     """A kind of rope scaling: which settings in config.json become which fields of our class."""
 
     make: type[Any]  # our class
@@ -107,10 +107,10 @@ class _Kind:
     unmapped: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 
-_KINDS: Mapping[str, _Kind] = {
-    "linear": _Kind(LinearRopeScaling, {"factor": "factor"}),
-    "dynamic": _Kind(DynamicRopeScaling, {"factor": "factor"}, unmapped=(_ORIGINAL,)),
-    "llama3": _Kind(
+_KINDS: Mapping[str, _ScalingKind] = {
+    "linear": _ScalingKind(LinearRopeScaling, {"factor": "factor"}),
+    "dynamic": _ScalingKind(DynamicRopeScaling, {"factor": "factor"}, unmapped=(_ORIGINAL,)),
+    "llama3": _ScalingKind(
         Llama3RopeScaling,
         {
             "factor": "factor",
@@ -119,7 +119,7 @@ _KINDS: Mapping[str, _Kind] = {
             _ORIGINAL: "original_max_seq_len",
         },
     ),
-    "yarn": _Kind(
+    "yarn": _ScalingKind(
         YarnRopeScaling,
         {
             "factor": "factor",

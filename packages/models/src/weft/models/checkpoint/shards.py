@@ -39,7 +39,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer h
 _BLOCK = 1 << 20  # elements that `positional_sum` sums at once: 8 MiB of int64
 
 
-def write_shard(
+def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> StoredFile:
     """Writes a safetensors file; returns when the file is on disk.
@@ -74,7 +74,7 @@ def read_header(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
 
 
-def open_shard(path: Path, remedy: str) -> Any:
+def open_safetensors(path: Path, remedy: str) -> Any:
     """Opens a safetensors file on the CPU by `safe_open`.
 
     remedy: how the error ends.

@@ -201,7 +201,6 @@ def describe_difference(model: nn.Module, reader: FolderReader, absent: Collecti
     """The first difference in name or shape between the checkpoint's tensors and the model's, or None.
 
     In words, for the errors of `check_model` and `check_config`.
-
     absent: as for `fill_from`.
     """
     pipeline = pipeline_of(model)

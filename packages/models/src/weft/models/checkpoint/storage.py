@@ -32,13 +32,13 @@ from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredP
 from .shards import (
     NAMES,
     STORED_DTYPES,
-    open_shard,
+    open_safetensors,
     positional_sum,
     read_header,
     sync_folder,
     write_documents,
     write_file,
-    write_shard,
+    write_safetensors,
 )
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # a slice of a stored part: offsets and shape
@@ -90,7 +90,7 @@ class FolderWriter(StorageWriter):
             for item in items
             if item.tensor_data is not None
         }
-        file = write_shard(self._partial / filename, shapes, values())
+        file = write_safetensors(self._partial / filename, shapes, values())
         return [
             WriteResult(item.index, item.tensor_storage_size() or 0, (filename, file, each))
             for item, each in zip(items, sums, strict=True)
@@ -213,7 +213,7 @@ class FolderReader(StorageReader):
             self.nbytes += len(header)
             self.manifest.check(self.folder, filename, header)
             try:
-                file = open_shard(self.folder / filename, self.manifest.remedy)
+                file = open_safetensors(self.folder / filename, self.manifest.remedy)
             except ValueError as error:
                 raise DamagedCheckpoint(str(error)) from None
             self._open[filename] = self._files.enter_context(file)

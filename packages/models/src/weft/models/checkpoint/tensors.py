@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..documents import as_type, check_plain_name, read_json
 from .checksums import INDEX_FILE, FolderChecksums
-from .shards import open_shard
+from .shards import open_safetensors
 from .stored import Repeats, Stored, common_dtype
 
 SINGLE_FILE = "model.safetensors"
@@ -37,7 +37,7 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: FolderChecks
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
         sums.check_header(filename)
-        file = files.enter_context(open_shard(folder / filename, "fetch it again"))
+        file = files.enter_context(open_safetensors(folder / filename, "fetch it again"))
         for name in file.keys():  # noqa: SIM118  safe_open is not iterable
             if name in file_of:
                 raise ValueError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 1 if a run stopped, 2 for input that cannot be used, 130 after Ctrl-C."""
+    """Run a command and exit: 0, 1 if a run stopped, 2 for unusable input, 130 after Ctrl-C."""
     command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         from .command import call
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _forget_interrupt() -> None:
-    """Makes Python exit with the given status after a KeyboardInterrupt has left an `exec`, which dataclasses use.
+    """Makes Python exit with the status given to sys.exit, by an `exec` without an error.
 
-    Python would exit by SIGINT instead, unless a later `exec` succeeds.
+    After a KeyboardInterrupt inside an `exec`, which dataclasses call, Python would end by SIGINT instead.
     """
     exec("")

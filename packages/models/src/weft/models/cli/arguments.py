@@ -78,9 +78,9 @@ def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file
 
 @contextmanager
 def raising_mistakes(where: str) -> Iterator[None]:
-    """Context in which a mistake found by tyro raises a ValueError with tyro's message in one line. where: first in it.
+    """Context in which a mistake found by tyro raises a ValueError with tyro's message in a single line.
 
-    Nothing is printed inside.
+    where: the beginning of the line. Nothing is printed inside.
     """
     output = io.StringIO()
     try:
@@ -106,7 +106,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """tyro's message in one line, without the heading above and the help below, which lines of dashes separate."""
+    """tyro's message in a single line, without heading and help, which lines of dashes separate from the message."""
     parts = re.split(r"^\W*-{10,}\W*$", text, flags=re.MULTILINE)
     return " ".join(parts[min(1, len(parts) - 1)].split())
 
@@ -123,9 +123,9 @@ def batch_sizes(text: str) -> tuple[int, int]:
 def report_bad_input(command: str) -> Iterator[None]:
     """Context that reports unusable input (a ValueError) in one line and exits with status 2.
 
-    Other exceptions keep their traceback.
-    Of a launcher's processes, rank 0 prints the line. Higher ranks wait. If the launcher has not ended them by then,
-    the error is theirs alone, and they print it.
+    Further exceptions keep the traceback.
+    Of a launcher's processes, rank 0 prints the line. Higher ranks wait for the launcher to end every process. A rank
+    still running after SILENT_SECONDS has an error that rank 0 does not have, and prints the line, too.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Dispatch on the first argument of `weft`: help, version, or a command, whose module is imported only then."""
+"""Dispatch on the first argument of `weft`: help, version, or a command. A command's module is imported when called."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ Examples
 def call(command: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt.
 
-    If output cannot be written, a command whose result is its output ends: after a closed pipe, as by `| head -1`,
-    silently and with the status of SIGPIPE; after any other error with a line on stderr and status 1. Commands that
-    do other work (`WORKING`) continue.
+    If output cannot be written, a command whose result is the output ends: after a closed pipe, as by `| head -1`,
+    silently and with the status of SIGPIPE; after a different error with a line on stderr and status 1. The commands
+    of `WORKING` continue.
     """
     try:
         with printing(raises=command not in WORKING):
@@ -98,7 +98,7 @@ def _call(command: str, arguments: Sequence[str]) -> int:
 def _ended_by_ctrl_c(command: str) -> Iterator[None]:
     """Context, for imports, in which Ctrl-C ends this process at once (unless the signal is ignored).
 
-    A module being imported may catch KeyboardInterrupt, or lose it in a callback.
+    A module being imported may catch KeyboardInterrupt, or lose the exception in a callback.
     """
 
     def end(*_: object) -> None:

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
     folders = [options.first, options.second]
     with report_bad_input("compare"):
         for folder in folders:
-            check_run(folder)
+            check_run_folder(folder)
         # imported here because numpy takes a tenth of a second
         from ..compare.report import as_json, compare_digests, describe, read_runs
 
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     return int(judge.finding is not None)
 
 
-def check_run(folder: Path) -> None:
+def check_run_folder(folder: Path) -> None:
     """Raise ValueError unless `folder` is the folder of a run."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no {CONFIG}")

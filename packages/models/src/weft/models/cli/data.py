@@ -23,7 +23,7 @@ from .arguments import parse, renamed_options, report_bad_input
 from .data_show import RENAMED, show
 
 if TYPE_CHECKING:
-    from ..data.manifest import Manifest
+    from ..data.manifest import DataManifest
 
 MIB = 1 << 20
 NAMED = 3  # the most names of left-out files or entries to print
@@ -276,7 +276,7 @@ def _check_task(options: PrepareOptions) -> None:
             raise ValueError(f"{name} is for texts, and --task {options.task} reads records of examples; leave it out")
 
 
-def _describe_contents(folder: Path, manifest: Manifest) -> str:
+def _describe_contents(folder: Path, manifest: DataManifest) -> str:
     """The number of documents or examples, and of tokens, in words."""
     documents, tokens = (sum(getattr(shard, name) for shard in manifest.shards) for name in ("documents", "tokens"))
     if manifest.task == "pretrain":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +27,8 @@ from ..data.tokenizer import Tokenizer
 from ..documents import read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
-from ..train.from_folder import check_tokens, model_of
+from ..train.from_folder import check_adapters, check_tokens, model_of
+from ..train.task_config import DPOConfig, KTOConfig, changed_option, check_loss_options
 from .arguments import parse, renamed_options, report_bad_input
 from .generate import base_of, find_tokenizer_of
 
@@ -45,6 +45,9 @@ Examples
   {PROGRAM} evaluate \\
     outputs/RUN --data pairs.jsonl \\
     --reference llama --json
+  {PROGRAM} evaluate \\
+    outputs/RUN --data pairs.jsonl \\
+    --reference llama --dpo.loss ipo
 
 Task
   Without --task, the fields of the first record decide: chosen and rejected (dpo), label (kto), messages or prompt or \
@@ -53,7 +56,8 @@ instruction (sft), text (pretrain). Text is read as by `{PROGRAM} train`: as byt
 Prints
   the number of examples and of learned tokens; loss, in nats, and perplexity. dpo: accuracy, the share of pairs whose \
 chosen answer is more likely than the rejected one; with --reference also the loss of dpo, and accuracy, margin and \
-means of the rewards. kto with --reference: the loss of kto over all examples as one batch, kl, and mean rewards.
+means of the rewards. kto with --reference: the loss of kto, mean rewards, and kl, which is of all examples. Give the \
+options --dpo.… or --kto.… of the training to measure its loss.
 
 Exit status
   0: done; 1: the loss is not finite; 2: input that cannot be used.
@@ -75,8 +79,10 @@ class EvaluateOptions:
     """The task whose examples the records are."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: none)")] = None
     """The reference model of dpo and kto."""
-    beta: float = 0.1
-    """Weight of the distance to the reference, in rewards and the losses of dpo and kto."""
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    """The loss and the rewards of dpo, with --reference; by the same options as in training."""
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    """The loss and the rewards of kto, with --reference; by the same options as in training."""
     template: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the tokenizer's)")] = (
         None
     )
@@ -148,7 +154,8 @@ def _compute(inputs: _Inputs, options: EvaluateOptions) -> Mapping[str, int | fl
         rows=options.batch_size,
         device=device,
         reference=reference,
-        beta=options.beta,
+        pairs=options.dpo,
+        judged=options.kto,
     )
 
 
@@ -158,6 +165,7 @@ def _find_inputs(options: EvaluateOptions) -> _Inputs:
     folder = find_checkpoint(options.folder)
     tokenizer, config = find_tokenizer_of(folder), model_of(base_of(folder))
     task, reason = (options.task, "as asked") if options.task is not None else find_task(options.data)
+    _check_losses(options, task)
     reference = None
     if options.reference is not None:
         if task not in ("dpo", "kto"):
@@ -169,6 +177,8 @@ def _find_inputs(options: EvaluateOptions) -> _Inputs:
                 f"the reference {reference} has a vocabulary of {size:,} tokens, and "
                 f"{folder} one of {config.vocab_size:,}; give a model with the same tokenizer to --reference"
             )
+    for each in (folder, *([] if reference is None else [reference])):
+        check_adapters(each)
     longest = longest_context(config)
     length = options.sequence_length or min(longest, LENGTH)
     if length > longest:
@@ -197,8 +207,17 @@ def _check(options: EvaluateOptions) -> None:
     for name, value in (("--sequence-length", options.sequence_length), ("--batch-size", options.batch_size)):
         if value is not None and not 1 <= value <= LARGEST:
             raise ValueError(f"{name} is {value}; it must be 1 or more, and at most {LARGEST:,}")
-    if not (math.isfinite(options.beta) and options.beta > 0):
-        raise ValueError(f"--beta is {options.beta}; it must be above 0")
+
+
+def _check_losses(options: EvaluateOptions, task: Task) -> None:
+    """Raise ValueError for an option of another task's loss, and for one without a reference."""
+    check_loss_options(task, options.dpo, options.kto)
+    for name, loss in (("dpo", options.dpo), ("kto", options.kto)):
+        if options.reference is None and (changed := changed_option(loss)):
+            raise ValueError(
+                f"{name}.{changed} is {getattr(loss, changed)}, and a loss of {name} needs a reference; give "
+                f"--reference FOLDER, or leave it out"
+            )
 
 
 def find_task(path: Path) -> tuple[Task, str]:

@@ -17,6 +17,7 @@ from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tok
 from ..documents import as_type, read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
+from ..train.from_folder import check_adapters
 from .arguments import parse, report_bad_input
 from .chat import ChatOptions, chat, check_unicode
 
@@ -91,6 +92,7 @@ def run(arguments: list[str]) -> int:
         _check(options)
         folder = find_checkpoint(options.folder)
         tokenizer, base = find_tokenizer_of(folder), base_of(folder)
+        check_adapters(folder)
         drawing: dict[str, Any] = {
             "temperature": options.temperature,
             "top_k": options.top_k,

@@ -15,7 +15,7 @@ from ..predict.find_plans import FoundPlan, FoundPlans, search_plans
 from ..predict.plans import Space
 from ..predict.search import Certificate
 from ..terminal import PROGRAM
-from ..train.candidates import checker, config_of, step_flops, workload_of
+from ..train.candidates import checker, config_with, step_flops, workload_of
 from ..train.config import TrainConfig
 from ..train.recipes import size_in_words
 from ..train.run import title_of
@@ -68,14 +68,14 @@ def plan_and_print(
         print("\n".join(table(found.plans, [train_command(each, name, config, base) for each in found.plans])))
         print("\n".join(certificate_lines(found.certificate, found.plans)))
     if output is not None and found.plans:
-        output.write_text(as_toml(name, config_of(config, found.plans[0].candidate)), encoding="utf-8")
+        output.write_text(as_toml(name, config_with(config, found.plans[0].candidate)), encoding="utf-8")
         if not as_json:
             print(f"the best plan is in {output}: {PROGRAM} train --config {shlex.quote(str(output))}")
 
 
 def train_command(found: FoundPlan, name: str | None, config: TrainConfig, base: TrainConfig) -> str:
     """The `weft train` command for a found plan. name, config, base: as for `plan_and_print`."""
-    chosen = replace(config_of(config, found.candidate), output=None, resume=None)
+    chosen = replace(config_with(config, found.candidate), output=None, resume=None)
     try:
         options = options_between(chosen, base, "")
     except NoOption:  # no option sets a value of the model; only a file can

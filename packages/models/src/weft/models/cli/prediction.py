@@ -18,7 +18,7 @@ from ..predict.plans import Candidate
 from ..predict.stage_traces import StageTraces
 from ..predict.timeline_picture import timeline_json, timeline_svg
 from ..terminal import PROGRAM
-from ..train.candidates import candidate_of, checker, config_of, step_flops, workload_of
+from ..train.candidates import candidate_of, checker, config_with, step_flops, workload_of
 from ..train.config import MeshConfig, PlanConfig, TrainConfig
 from ..train.suggestions import NoOption, options_between
 
@@ -140,8 +140,8 @@ def write_timeline(found: Prediction, path: Path, title: str) -> None:
 
 def _options(found: Prediction, change: ChangedPlan) -> str:
     """The options that turn the run into the changed plan, as on the command line."""
-    changed = config_of(found.config, change.candidate)
-    base = config_of(found.config, found.candidate)
+    changed = config_with(found.config, change.candidate)
+    base = config_with(found.config, found.candidate)
     try:
         options = options_between(replace(changed, compile=change.is_compiled), base, "")
     except NoOption:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..checkpoint.manifest import DamagedCheckpoint, Manifest
 from ..terminal import PROGRAM
 from ..train.folder import CONFIG, checkpoints
-from .compare import check_run
+from .compare import check_run_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def plan_replay(arguments: Sequence[str], run: Path | None, step: int | None, co
         raise ValueError(f"--replay RUN and --step N belong together, as in `{PROGRAM} train --replay run --step 40`")
     if config is not None:
         raise ValueError("--replay takes the configuration of its run; leave out --config")
-    check_run(run)
+    check_run_folder(run)
     from ..compare.record_file import read_digests  # imported here because numpy takes a tenth of a second
 
     steps = read_digests(run).steps

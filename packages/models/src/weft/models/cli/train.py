@@ -16,20 +16,20 @@ from ..data.tokenizer import TOKENIZER_FILE, find_tokenizer, with_template
 from ..terminal import PROGRAM
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
-from ..train.from_folder import check_same_model, check_tokens, find_model, find_origin, fingerprint
+from ..train.from_folder import check_adapters, check_same_model, check_tokens, find_model, find_origin, fingerprint
 from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_blocks, check_class, check_named_cuts, count_adapters
-from ..train.report import describe_run
+from ..train.report import opening_lines
 from ..train.run import Run, axes_of, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.task_config import reference_axes, reference_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import is_printing_rank, report_bad_input
-from .compare import check_run
+from .compare import check_run_folder
 from .replay import plan_replay
 from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
         check_world(os.environ)
         room = check_room(new_run, gpus=gpus)
     if is_printing_rank():
-        print("\n".join([describe_run(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
+        print("\n".join([opening_lines(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
     return launch(new_run, gpus=gpus)
 
 
@@ -145,6 +145,7 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     if from_ is not None and origin is not None:
         if config.task == "pretrain":
             check_tokens(f"--from {from_}", origin, config.model, corpus)
+        check_adapters(origin)
         config = replace(config, from_=from_.resolve())  # absolute, because a run may be resumed from another folder
     config = _with_absolute_paths(config)
     title = title_of(name, config)
@@ -187,7 +188,7 @@ def _digested_steps(config: TrainConfig) -> tuple[int, ...]:
     """
     if config.against is None:
         return ()
-    check_run(config.against)
+    check_run_folder(config.against)
     from ..compare.record_file import read_digests  # imported here because numpy takes a tenth of a second
 
     steps = tuple(read_digests(config.against).steps)
@@ -255,8 +256,9 @@ def _find_reference(config: TrainConfig) -> Path | None:
     path = config.reference_from or (config.from_ if reference_of(config) == "model" else None)
     if path is None:
         return None
-    folder = find_origin(path)
+    folder = find_origin(path, option="--from" if config.reference_from is None else "--reference-from")
     model = find_model(folder)
+    check_adapters(folder)
     if model is not None and model.vocab_size != config.model.vocab_size:
         raise ValueError(
             f"the reference {folder} has a vocabulary of {model.vocab_size:,} tokens, and the model one of "

@@ -24,7 +24,7 @@ elements is within d of a jump of the result, and each of these elements changes
 - A router's choice of experts: a token whose two best experts are closer than d may take either expert.
 - The update of Adam and its kin: a gradient smaller than the difference changes sign, and so does the whole
   update.
-  An update, weight after less weight before, may differ by sqrt(4 * d) for a difference d of gradients.
+  An update, the weight after minus the weight before, may differ by sqrt(4 * d) for a difference d of gradients.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def place_of(
     first_row: int = 0,
     tokens: Tensor | None = None,
 ) -> Place:
-    """The Place of the local tensor at `slices` of a global tensor of `shape`.
+    """The place of the local tensor at `slices` of a global tensor of `shape`.
 
     first_row: added to the indices of dim 0: the first row of a microbatch in a batch of `shape[0]` rows.
     tokens: where tokens lie in memory out of reading order, on the CPU: the global index along dim 1 of each local
@@ -162,7 +162,7 @@ def digest_part(local: Tensor, place: Place, *, replicas: int = 1, is_first: boo
 
 
 def _add_rows(found: Digest, matrix: Tensor, place: Place, rows: slice) -> None:
-    """Adds rows of a part to the part's digest `found`. matrix: [rows, C], at `rows` of the Place."""
+    """Adds rows of a part to the part's digest `found`. matrix: [rows, C], at `rows` of the place."""
     values = matrix.contiguous()
     blocks, weights, signs = place.row_blocks[rows], place.row_weights[rows], place.row_signs[rows]
     bits, real = values.view(_BITS[values.element_size()]).to(torch.int64), values.to(torch.float64)

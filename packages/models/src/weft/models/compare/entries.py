@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a step, without the digest's numbers. Entries are the same for many steps, and written once."""
 
     key: Key
@@ -63,7 +63,7 @@ class StepDigests:
     step: int  # from 1
     loss: float
     norm: float | None  # of the gradients, before clipping
-    entries: tuple[Entry, ...]  # in the order of computation
+    entries: tuple[TensorEntry, ...]  # in the order of computation
     hashes: NDArray[np.int64]  # [blocks of all entries]
     sketches: NDArray[np.float64]  # [blocks of all entries, SKETCHES]
     squares: NDArray[np.float64]  # [entries]
@@ -92,7 +92,7 @@ class StepDigests:
 class TensorDigest:
     """The digest of a tensor of a step, added over all ranks; for the numbers, see digest.py."""
 
-    entry: Entry
+    entry: TensorEntry
     hashes: Any  # [blocks] int64
     sketches: Any  # [blocks, SKETCHES] float64
     squares: float  # the sum of squares
@@ -108,7 +108,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The facts about a run that judging its digests needs. A file begins with a header; a resumed run appends one."""
+    """The facts about a run by which digests are judged. A file begins with a Header; a resumed run appends another."""
 
     parameters: dict[str, tuple[int, ...]]  # shapes by name, of all pipeline stages
     modules: tuple[str, ...]  # the names of all modules

@@ -148,7 +148,7 @@ class Judge:
         pairs: Mapping[Key, tuple[TensorDigest, TensorDigest]],
         weights: Mapping[str, tuple[TensorDigest, TensorDigest]],
     ) -> Iterator[Finding]:
-        """The Finding of each parameter's update: the weight after the step less the weight before."""
+        """The Finding of each parameter's update: the weight after the step minus the weight before."""
         changes = {}
         for key, (x, y) in pairs.items():
             if key.kind == "weight" and key.name in weights:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..documents import append, as_type, parse_json, read_plain, write_anew
-from .entries import KINDS, Entry, Header, Key, StepDigests
+from .entries import KINDS, Header, Key, StepDigests, TensorEntry
 from .grid import SKETCHES, parts_of
 
 DIGESTS = "digests.jsonl"
@@ -38,7 +38,7 @@ class DigestFile:
         Raises ValueError for a file that cannot be read, OSError for a failed write.
         """
         self._path = folder / DIGESTS
-        self._table: tuple[Entry, ...] | None = None
+        self._table: tuple[TensorEntry, ...] | None = None
         if os.path.lexists(self._path):
             write_anew(self._path, b"".join(_lines_until(self._path, step)))
         self._append({"digests": _VERSION, **dataclasses.asdict(header)})
@@ -67,7 +67,7 @@ class DigestFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
+class RunDigests:
     """The digests of a run, as `read_digests` returns them."""
 
     folder: Path
@@ -84,7 +84,7 @@ class Recorded:
         return self.headers[max(first for first in self.headers if first <= step)]
 
 
-def read_digests(folder: Path) -> Recorded:
+def read_digests(folder: Path) -> RunDigests:
     """The digests of the run whose folder is `folder`.
 
     Raises ValueError for a run without digests, and, with the line's number, for a damaged file.
@@ -96,7 +96,7 @@ def read_digests(folder: Path) -> Recorded:
         )
     headers: dict[int, Header] = {}
     steps: dict[int, StepDigests] = {}
-    table: tuple[Entry, ...] | None = None
+    table: tuple[TensorEntry, ...] | None = None
     ops: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(_whole_lines(path), 1):
         where = f"{path}, line {number}"
@@ -120,7 +120,7 @@ def read_digests(folder: Path) -> Recorded:
             raise ValueError(f"{where} is not as it was written: {error}; {_REMEDY}") from None
     if not headers:
         raise ValueError(f"{path} has no header; {_REMEDY}")
-    return Recorded(folder, headers, steps)
+    return RunDigests(folder, headers, steps)
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -151,24 +151,24 @@ def _decode(text: Any, kind: str, length: int) -> NDArray[Any]:
     return array
 
 
-def _entry_as_json(entry: Entry) -> list[Any]:
+def _entry_as_json(entry: TensorEntry) -> list[Any]:
     return [*entry.key, list(entry.shape), entry.dtype, entry.layout, entry.is_hashed, list(entry.holders)]
 
 
-def _entry_of(value: Any) -> Entry:
+def _entry_of(value: Any) -> TensorEntry:
     kind, name, index, shape, dtype, layout, is_hashed, holders = value
     if kind not in KINDS:
         raise ValueError(f"has a tensor of the kind {kind!r:.60}")
     texts, numbers = (name, dtype, layout), (index, *shape, *holders)
     if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
         raise ValueError("has a tensor whose entries are of other types")
-    entry = Entry(Key(kind, name, index), tuple(shape), dtype, layout, bool(is_hashed), tuple(holders))
+    entry = TensorEntry(Key(kind, name, index), tuple(shape), dtype, layout, bool(is_hashed), tuple(holders))
     if len(parts_of(entry.shape)) != len(shape) or len(holders) != entry.blocks:
         raise ValueError("has a tensor with other blocks than its shape")
     return entry
 
 
-def _step_of(value: dict[str, Any], table: tuple[Entry, ...], ops: dict[str, tuple[str, ...]]) -> StepDigests:
+def _step_of(value: dict[str, Any], table: tuple[TensorEntry, ...], ops: dict[str, tuple[str, ...]]) -> StepDigests:
     blocks = sum(each.blocks for each in table)
     if type(value["step"]) is not int:
         raise ValueError("has a step that is no number")

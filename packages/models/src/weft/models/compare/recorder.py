@@ -29,7 +29,7 @@ from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from .digest import Digest, Place, digest_part, place_of
-from .entries import KINDS, Entry, Key, Kind, StepDigests
+from .entries import KINDS, Key, Kind, StepDigests, TensorEntry
 from .grid import SKETCHES, count_blocks
 
 
@@ -54,7 +54,7 @@ class Recorder:
         for name, module in model.named_modules():
             self._names.setdefault(id(module), name)
         self._places: dict[Any, Place] = {}  # by the arguments of `place_of`
-        self._found: dict[Key, _Found] = {}  # of the running step
+        self._found: dict[Key, _DigestedTensor] = {}  # of the running step
         self._tokens: list[_Tokens] = []  # of each microbatch
         self._calls: Counter[tuple[str, bool]] = Counter()  # of each module in the step: in forward, recomputed
         self._root_calls = -1  # the number of the model's running call, from 0: the microbatch
@@ -62,7 +62,7 @@ class Recorder:
         self._hooked: set[tuple[Key, int]] = set()  # gradients digested, with their microbatches
         self._running: list[str] = []  # modules whose forward runs, innermost last
         self._ops: dict[str, dict[str, None]] = {}  # by module: ops called by its own forward on this rank, in order
-        self._table: tuple[Entry, ...] | None = None  # the entries of the last step, over all ranks
+        self._table: tuple[TensorEntry, ...] | None = None  # the entries of the last step, over all ranks
         self._own: list[Any] | None = None  # this rank's part of the table, as sent last
 
     def begin(self, step: int) -> bool:
@@ -179,8 +179,8 @@ class Recorder:
             found = self._found.get(key)
             if found is None:
                 dtype, text = str(local.dtype).removeprefix("torch."), "" if layout is None else str(layout)
-                entry = Entry(key, shape, dtype, text, share.is_hashed, ())
-                found = self._found[key] = _Found(entry, stage, Digest.zeros(place.blocks, local.device))
+                entry = TensorEntry(key, shape, dtype, text, share.is_hashed, ())
+                found = self._found[key] = _DigestedTensor(entry, stage, Digest.zeros(place.blocks, local.device))
             found.touched.update(place.touched)
             # a module often returns the tensor of the last module within
             if self._latest is None or self._latest[0] is not tensor:
@@ -192,7 +192,7 @@ class Recorder:
                 found.digest.add(digest)
 
     def _place(self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: _Tokens | None) -> Place:
-        """The Place of this rank's part of a tensor of global `shape`; activations are parts of the whole batch's."""
+        """The place of this rank's part of a tensor of global `shape`; activations are parts of the whole batch's."""
         device = tensor.device
         if isinstance(tensor, DTensor) and layout is not None:
             slices = layout.local_slices(tensor.shape, this_rank())
@@ -273,12 +273,12 @@ class Recorder:
         return unread
 
 
-class _Found:
-    """A tensor of the running step: the `Entry`, the pipeline stage, and the digest of this rank's parts so far."""
+class _DigestedTensor:
+    """A tensor of the running step: its entry, the pipeline stage, and the digest of this rank's parts so far."""
 
     __slots__ = ("digest", "entry", "stage", "touched")
 
-    def __init__(self, entry: Entry, stage: int, digest: Digest) -> None:
+    def __init__(self, entry: TensorEntry, stage: int, digest: Digest) -> None:
         self.entry, self.stage, self.digest = entry, stage, digest
         self.touched: set[int] = set()  # blocks of which this rank has elements
 
@@ -374,13 +374,13 @@ def _gather(own: Any) -> list[Any]:
     return of_ranks
 
 
-def _join(of_ranks: Sequence[Sequence[tuple[Entry, int, tuple[int, ...]]]]) -> tuple[Entry, ...]:
+def _join(of_ranks: Sequence[Sequence[tuple[TensorEntry, int, tuple[int, ...]]]]) -> tuple[TensorEntry, ...]:
     """The table over all ranks: each tensor once, in the order of computation, with the first rank of each block.
 
     of_ranks: by rank, the (entry, stage, blocks on this rank) of each tensor. Stages compute forward in ascending
     order, and backward in descending.
     """
-    entries: dict[Key, tuple[Entry, Any]] = {}
+    entries: dict[Key, tuple[TensorEntry, Any]] = {}
     holders: dict[Key, dict[int, int]] = {}
     for rank, own in enumerate(of_ranks):
         for place, (entry, stage, touched) in enumerate(own):
@@ -391,7 +391,7 @@ def _join(of_ranks: Sequence[Sequence[tuple[Entry, int, tuple[int, ...]]]]) -> t
                 holders.setdefault(entry.key, {}).setdefault(block, rank)
     ordered = sorted(entries.values(), key=lambda each: each[1])
     return tuple(
-        Entry(
+        TensorEntry(
             *(each.key, each.shape, each.dtype, each.layout, each.is_hashed),
             tuple(holders.get(each.key, {}).get(block, 0) for block in range(count_blocks(each.shape))),
         )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .judge import Finding, Judge
-from .record_file import Recorded, read_digests
+from .record_file import RunDigests, read_digests
 
 
-def compare_digests(runs: Sequence[Recorded]) -> Judge:
+def compare_digests(runs: Sequence[RunDigests]) -> Judge:
     """Judge the common steps of two runs, until the first step unexplained by rounding.
 
     Raises ValueError for runs without a common step, and as `Judge`.
@@ -32,7 +32,7 @@ def compare_digests(runs: Sequence[Recorded]) -> Judge:
     return judge
 
 
-def read_runs(folders: Sequence[Path]) -> list[Recorded]:
+def read_runs(folders: Sequence[Path]) -> list[RunDigests]:
     """The digests of each run. Raises ValueError as `read_digests`."""
     return [read_digests(each) for each in folders]
 

@@ -58,7 +58,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Turns:
+class SourceTurns:
     """The source of each sample, by weight: of the first n samples, source s has n * weight(s), rounded down or up,
     for every n.
 
@@ -106,16 +106,16 @@ def _turns(of_period: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 class Order:
-    """The order of a run's training samples: every epoch visits each sample of a source once, in an order by the key
-    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
-    comes next.
+    """The order of a run's training samples: every epoch visits each sample of a source once.
 
+    The order in an epoch follows from the key ("order", source, epoch) of the seed. Each source of a mixture has epochs
+    of its own; `SourceTurns` says which source comes next.
     weights, counts: by source, the weight and the number of training samples.
-    Raises ValueError as `Turns` does.
+    Raises ValueError as `SourceTurns` does.
     """
 
     def __init__(self, weights: Sequence[Fraction], counts: Sequence[int], seed: int) -> None:
-        self._turns = Turns(weights)
+        self._turns = SourceTurns(weights)
         self._counts, self._seed = counts, seed
 
     def __call__(self, sample: int) -> tuple[int, int]:
@@ -150,11 +150,11 @@ class Batches:
     """The sequences of a run's texts: training samples, in an order that depends on (seed, step) alone, and held-out
     samples.
 
-    A sample is T consecutive tokens; the targets are the same run, a token later. `split` chooses the held-out samples,
-    for any seed alike; the remaining samples are in the `Order` of the seed. A step's number is all that a resumed run
-    needs.
+    A sample is T consecutive tokens; the target of each token is the next token. `split` chooses the held-out samples,
+    the same for every seed; the remaining samples come in the `Order` of the seed. To go on, a resumed run needs only
+    the step's number.
     packed: tokens attend within their document only, and each document's positions begin at 0.
-    Raises ValueError as `check_enough` does, and as `Turns` does for the weights.
+    Raises ValueError as `check_enough` does, and as `SourceTurns` does for the weights.
     """
 
     def __init__(self, data: Data, *, sequence_length: int, batch_size: int, seed: int, packed: bool = False) -> None:

@@ -26,14 +26,14 @@ class Unusable(ValueError):
     """Unusable input: ends a preparation, also when raised in a worker process."""
 
 
-class Entry(NamedTuple):
+class ShardEntry(NamedTuple):
     """A document of text, or an example, to be appended to the files of a shard."""
 
     # The tokens of a document, or of each segment of an example.
     documents: tuple[NDArray[np.integer[Any]], ...]
     masks: tuple[NDArray[np.bool_], ...] = ()  # of an example: the learned tokens of each segment
     label: bool | None = None  # of kto
-    prompt: str = ""  # the first words of the text, for `Shard.prompt`
+    prompt: str = ""  # the first words of the text, for `TokenShard.prompt`
     size: int = 0  # about the bytes of input, for reports of progress
     place: object = ""  # of an example: where the record is; printed in errors
 
@@ -55,7 +55,7 @@ class Contents(Protocol):
         """A copy with `time` as the current time, which is equal for all runs and processes of a preparation."""
         ...
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
+    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The entries of a part, in order. left_out: filled here with the input that made no entry.
 
         Raises Unusable for unusable input.
@@ -92,7 +92,7 @@ class Texts:
         """The object itself: texts do not depend on the time."""
         return self
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
+    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The documents of a part; see `Contents`."""
         import numpy as np
 
@@ -105,7 +105,7 @@ class Texts:
                     tokens = np.concatenate((begin, tokens, end)) if len(tokens) else np.concatenate((begin, end))
                 prompt = prompt or first_words(text)
                 if len(tokens):
-                    yield Entry((tokens,), prompt=prompt, size=len(text))
+                    yield ShardEntry((tokens,), prompt=prompt, size=len(text))
                 else:  # a text without tokens
                     left_out.empty += 1
 

@@ -199,7 +199,7 @@ def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
     return _texts_of(read_records(piece), columns, left_out)
 
 
-def _texts_of(records: Iterable[tuple[Place, Any]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
+def _texts_of(records: Iterable[tuple[RecordPlace, Any]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
     """The texts of records. A record without text is counted under skip_bad; else raises ValueError."""
     for place, record in records:
         is_table = place.unit == "row"
@@ -214,7 +214,7 @@ def _texts_of(records: Iterable[tuple[Place, Any]], columns: Columns, left_out: 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Where a record is, for errors: printed as "pairs.jsonl: line 7"."""
 
     path: Path
@@ -237,7 +237,7 @@ class BadRecord:
 BLANK = BadRecord("is blank")  # a blank line
 
 
-def read_records(piece: Piece) -> Iterator[tuple[Place, Any]]:
+def read_records(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
     """The records of a piece of JSON lines, of a list of JSON, or of a table, with their places.
 
     A record is any value of JSON, a `BadRecord` or `BLANK`; for a table, a dict of texts.
@@ -256,13 +256,13 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
         left_out.skipped.append(str(piece.path))
 
 
-def _read_lines(piece: Piece) -> Iterator[tuple[Place, Any]]:
+def _read_lines(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
     with piece.path.open("rb") as file:
         if piece.start:  # a line across the boundary belongs to the previous piece
             file.seek(piece.start - 1)
             file.readline()
         while (byte := file.tell()) < piece.stop and (line := file.readline()):
-            yield Place(piece.path, "line", None, byte), _parse_line(line if byte else line.removeprefix(BOM))
+            yield RecordPlace(piece.path, "line", None, byte), _parse_line(line if byte else line.removeprefix(BOM))
 
 
 def _line_number(path: Path, place: int) -> int:
@@ -275,7 +275,7 @@ def _line_number(path: Path, place: int) -> int:
     return number
 
 
-def _read_list(piece: Piece) -> Iterator[tuple[Place, Any]]:
+def _read_list(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
     try:
         records = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
@@ -283,7 +283,7 @@ def _read_list(piece: Piece) -> Iterator[tuple[Place, Any]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{piece.path} begins as a list of objects, and is not JSON: {error}; mend it") from None
     for number, record in enumerate(records, 1):
-        yield Place(piece.path, "item", number), record
+        yield RecordPlace(piece.path, "item", number), record
 
 
 def _open_table(path: Path) -> Any:
@@ -311,11 +311,11 @@ def _rows(path: Path) -> Iterator[list[str]]:
         raise ValueError(f"{path} is no table of comma- or tab-separated values: {error}; save it again") from None
 
 
-def _read_table(piece: Piece) -> Iterator[tuple[Place, Any]]:
+def _read_table(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
     rows = _rows(piece.path)
     names = next(rows, [])
     for number, row in enumerate(rows, 1):
-        place = Place(piece.path, "row", number)
+        place = RecordPlace(piece.path, "row", number)
         if not row:
             yield place, BLANK
         elif len(row) != len(names):

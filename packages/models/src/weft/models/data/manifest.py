@@ -32,7 +32,7 @@ _COUNTS = ("tokens", "documents", "empty")  # counts of shards whose sums are in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class TokenShard:
     """The entry of a manifest about a part's files: tokens; and the end of each document, as 64-bit numbers.
 
     Examples have a document for each segment, and a file of masks, a byte a token (1: learned). Examples of kto have a
@@ -79,14 +79,14 @@ def num_files(task: Task) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class DataManifest:
     """The contents of a prepared folder. Written by `prepare`, read by `read_manifest`."""
 
     dtype: str  # of tokens, little-endian: uint16 or uint32
     vocab_size: int
     end: int  # the token that ends a document
     tokenizer: str  # `Tokenizer.sha256`
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     # All that determines the shards' bytes: the arguments of `prepare`, and versions. Under "tokenizer": the SHA-256 of
     # each file of the tokenizer, by the file's name.
     request: dict[str, Any]
@@ -105,7 +105,7 @@ def digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DataManifest:
     """The manifest of a prepared folder.
 
     Raises ValueError for a folder without a manifest; for a manifest of a newer version, changed since, or
@@ -131,8 +131,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} was changed after it was written; copy it again, or {ANEW}")
     sums = {name: content.pop(name, None) for name in _COUNTS}
     try:
-        known = {name: content[name] for name in Manifest.__dataclass_fields__ if name in content}
-        manifest = as_type(Manifest, known, "the manifest")
+        known = {name: content[name] for name in DataManifest.__dataclass_fields__ if name in content}
+        manifest = as_type(DataManifest, known, "the manifest")
         check_request(manifest.request)
     except ValueError as error:
         raise ValueError(f"{path} lacks a part, or has a wrong value for a part: {error}; {ANEW}") from None
@@ -161,7 +161,7 @@ def check_request(request: Mapping[str, Any]) -> None:
         as_type(tuple[int, ...], request.get(name, []), f"{where}.{name}")
 
 
-def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
+def _contradiction(manifest: DataManifest, sums: Mapping[str, Any]) -> str | None:
     """The first contradiction among the numbers of a manifest, in words; None without any.
 
     sums: the sums over shards, as written in the manifest.
@@ -195,7 +195,7 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_tokenizer(folder: Path, manifest: Manifest) -> None:
+def check_tokenizer(folder: Path, manifest: DataManifest) -> None:
     """Read the tokenizer's files, whenever prepared data is opened or verified.
 
     Raises ValueError where a file differs from the manifest's, and for a file not in the manifest.

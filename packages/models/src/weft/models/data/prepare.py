@@ -25,8 +25,8 @@ from .inputs import Columns, LeftOut, Part, newest_time
 from .manifest import (
     MANIFEST,
     TOKENIZER_FOLDER,
-    Manifest,
-    Shard,
+    DataManifest,
+    TokenShard,
     boundary_tokens,
     check_request,
     digest_of,
@@ -75,7 +75,7 @@ def prepare(
     workers: int = 1,
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
-) -> Manifest:
+) -> DataManifest:
     """Make a folder of token shards, or continue an unfinished folder.
 
     The bytes are the same for any number of workers and of restarts. The manifest is written last: a folder with a
@@ -157,7 +157,7 @@ def _write_error(output: Path, error: OSError) -> ValueError:
 
 
 @contextmanager
-def _claim(job: _Job, expected_progress: dict[str, Any]) -> Iterator[Manifest | None]:
+def _claim(job: _Job, expected_progress: dict[str, Any]) -> Iterator[DataManifest | None]:
     """Inside, the output folder exists and is this process's alone. Yields the manifest of a complete folder, or None.
 
     expected_progress: the content of progress.json for this preparation.
@@ -309,13 +309,13 @@ def _record(output: Path, number: int) -> Path:
     return output / f"part-{number:05}.json"
 
 
-def _finished_shard(job: _Job, number: int) -> Shard | None:
+def _finished_shard(job: _Job, number: int) -> TokenShard | None:
     """The entry of a complete shard of this preparation; None for a shard still to be made."""
     record = read_record(_record(job.output, number))
     if record is None or record.get("of") != job.request:
         return None
     try:
-        shard = as_type(Shard, record.get("shard"), "the record")
+        shard = as_type(TokenShard, record.get("shard"), "the record")
         shard.check_files(job.contents.task)
         shard.check_sizes(job.output, job.dtype)
     except ValueError:
@@ -323,7 +323,7 @@ def _finished_shard(job: _Job, number: int) -> Shard | None:
     return shard
 
 
-def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
+def _finish(job: _Job, request: dict[str, Any]) -> DataManifest:
     """Write the tokenizer's files, and last the manifest. Raises ValueError where no shard has a document."""
     shards = [shard for number in range(len(job.parts)) if (shard := _finished_shard(job, number)) is not None]
     if len(shards) < len(job.parts):
@@ -335,7 +335,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
     folder.mkdir(exist_ok=True)
     for name, content in job.tokenizer.files:
         write_whole(folder / name, content)
-    manifest = Manifest(
+    manifest = DataManifest(
         dtype=job.dtype,
         vocab_size=job.tokenizer.vocab_size,
         end=job.tokenizer.end,
@@ -348,7 +348,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
     return read_manifest(job.output)
 
 
-def _describe_nothing(inputs: Sequence[str], shards: Sequence[Shard], task: Task) -> str:
+def _describe_nothing(inputs: Sequence[str], shards: Sequence[TokenShard], task: Task) -> str:
     """An error for inputs without a document, or without an example."""
     empty, bad = (sum(getattr(shard, name) for shard in shards) for name in ("empty", "bad"))
     skipped = sum(len(shard.skipped) for shard in shards)

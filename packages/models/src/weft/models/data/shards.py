@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from .contents import Entry
+from .contents import ShardEntry
 from .inputs import LeftOut
-from .manifest import Shard, finish, num_files, write_whole
+from .manifest import TokenShard, finish, num_files, write_whole
 
 if TYPE_CHECKING:
     from .examples.example import Task
@@ -40,13 +40,13 @@ class _Growing:
 def write_shard(
     folder: Path,
     number: int,
-    entries: Iterable[Entry],
+    entries: Iterable[ShardEntry],
     left_out: LeftOut,
     *,
     task: Task,
     dtype: str,
     report: Callable[[int], None],
-) -> Shard:
+) -> TokenShard:
     """Write the files of a shard. Returns the shard's entry for the manifest.
 
     left_out: filled by `entries`. dtype: of tokens. report: called now and then with the bytes of input read, about.
@@ -56,7 +56,7 @@ def write_shard(
     stored, num_tokens, read, reported, prompt = np.dtype(dtype).newbyteorder("<"), 0, 0, 0, ""
     ends: list[int] = []
     labels: list[bool] = []
-    shard = Shard(
+    shard = TokenShard(
         number=number,
         tokens=0,
         documents=0,
@@ -90,7 +90,7 @@ def write_shard(
     sums.insert(1, hashlib.sha256(lists[0]).hexdigest())
     if len(paths) > len(sums):
         sums.append(hashlib.sha256(lists[1]).hexdigest())
-    return Shard(
+    return TokenShard(
         number=number,
         tokens=num_tokens,
         documents=len(ends),

@@ -15,7 +15,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, Shard, check_tokenizer, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, DataManifest, TokenShard, check_tokenizer, read_manifest
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -135,7 +135,7 @@ class Source(Protocol):
     @property
     def is_prepared(self) -> bool: ...  # whether the tokens come from token shards, not from text
     @property
-    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]: ...  # of prepared data, each with its folder
+    def shards(self) -> Sequence[tuple[Path, TokenShard, DataManifest]]: ...  # of prepared data, each with its folder
     def open(self) -> Stream:
         """The tokens, read on demand."""
         ...
@@ -146,7 +146,7 @@ class Prepared:
     """A folder made by `weft data prepare`."""
 
     folder: Path
-    manifest: Manifest
+    manifest: DataManifest
     tokenizer: Tokenizer
 
     @property
@@ -190,7 +190,7 @@ class Prepared:
         return True
 
     @property
-    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]:
+    def shards(self) -> Sequence[tuple[Path, TokenShard, DataManifest]]:
         """The shards, each with the folder and its manifest."""
         return [(self.folder, shard, self.manifest) for shard in self.manifest.shards]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .byte_tokens import BYTE_END
 from .kinds import BOM
-from .manifest import ANEW, Shard
+from .manifest import ANEW, TokenShard
 
 OPEN_SHARDS = 256  # memory-mapped at once; Linux allows a process 65,530 maps
 CHECKED_AT_ONCE = 1 << 20  # tokens that `ShardStream.check` reads into memory together
@@ -119,7 +119,7 @@ class ShardStream:
     last end is not the shard's number of tokens; and for a token outside the vocabulary.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
+    def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
         self._shards = [shard for shard in shards if shard.tokens]
         self._dtype = np.dtype(dtype).newbyteorder("<")

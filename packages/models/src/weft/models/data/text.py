@@ -15,7 +15,7 @@ from .kinds import BOM, Kind, kind_of
 from .tokenizer import Tokenizer, byte_tokenizer
 
 if TYPE_CHECKING:
-    from .manifest import Manifest, Shard
+    from .manifest import DataManifest, TokenShard
     from .streams import TextStream
 
 
@@ -40,7 +40,7 @@ class BytesOfText:
         return False
 
     @property
-    def shards(self) -> tuple[tuple[Path, Shard, Manifest], ...]:
+    def shards(self) -> tuple[tuple[Path, TokenShard, DataManifest], ...]:
         """Empty: the tokens come from text."""
         return ()
 

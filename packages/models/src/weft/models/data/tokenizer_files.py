@@ -91,7 +91,7 @@ def _check(where: str, value: Mapping[str, Any], types: Mapping[str, Any]) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _TokenizerKind:
     """The defaults of a class of transformers' tokenizers, for settings missing in the config."""
 
     tokens: Mapping[str, str]  # special tokens by their names
@@ -100,23 +100,23 @@ class _Kind:
 
 
 # By the class's name without "Tokenizer" and "Fast". A class missing here adds no changes.
-KINDS: Mapping[str, _Kind] = {
-    "Llama": _Kind(_LLAMA, template=True, begins=True),
-    "CodeLlama": _Kind(_LLAMA, template=True, begins=True),
-    "Gemma": _Kind(
+KINDS: Mapping[str, _TokenizerKind] = {
+    "Llama": _TokenizerKind(_LLAMA, template=True, begins=True),
+    "CodeLlama": _TokenizerKind(_LLAMA, template=True, begins=True),
+    "Gemma": _TokenizerKind(
         {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
         template=True,
         begins=True,
     ),
-    "Cohere": _Kind(
+    "Cohere": _TokenizerKind(
         {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
         template=True,
         begins=True,
     ),
-    "GPTNeoX": _Kind(_GPT, template=True),
-    "GPT2": _Kind(_GPT),
-    "Qwen2": _Kind(dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")),
-    "Bert": _Kind({name: f"[{name[:-6].upper()}]" for name in SPECIAL_NAMES[2:]}),
+    "GPTNeoX": _TokenizerKind(_GPT, template=True),
+    "GPT2": _TokenizerKind(_GPT),
+    "Qwen2": _TokenizerKind(dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")),
+    "Bert": _TokenizerKind({name: f"[{name[:-6].upper()}]" for name in SPECIAL_NAMES[2:]}),
 }
 
 
@@ -159,7 +159,7 @@ def changes_of(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, A
     Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
     """
     config = settings.get("tokenizer_config.json", {})
-    kind, named = KINDS.get(class_of(config), _Kind({})), _named(settings)
+    kind, named = KINDS.get(class_of(config), _TokenizerKind({})), _named(settings)
     special = _special(kind, named)
     return Changes(
         added=_added(content, settings, named, special),
@@ -172,13 +172,13 @@ def special_names(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str | 
     """The names of special tokens by their uses (bos_token, ..., additional_special_tokens), without missing ones:
     the `special_tokens_map` of transformers' tokenizers. settings: as of `changes_of`.
     """
-    kind, named = KINDS.get(class_of(settings.get("tokenizer_config.json", {})), _Kind({})), _named(settings)
+    kind, named = KINDS.get(class_of(settings.get("tokenizer_config.json", {})), _TokenizerKind({})), _named(settings)
     found: dict[str, str | list[str]] = {name: token for name, token in _special(kind, named).items() if token}
     more = [token for each in named.get("additional_special_tokens") or () if (token := token_of(each))]
     return found | ({"additional_special_tokens": list(dict.fromkeys(more))} if more else {})
 
 
-def _special(kind: _Kind, named: Mapping[str, Any]) -> dict[str, str | None]:
+def _special(kind: _TokenizerKind, named: Mapping[str, Any]) -> dict[str, str | None]:
     return {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
 
 
@@ -260,7 +260,7 @@ def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple
 
 
 def _template(
-    config: Mapping[str, Any], kind: _Kind, special: Mapping[str, str | None]
+    config: Mapping[str, Any], kind: _TokenizerKind, special: Mapping[str, str | None]
 ) -> tuple[str | None, str | None]:
     """The tokens before and after a prompt, by the config and the class."""
     options = (

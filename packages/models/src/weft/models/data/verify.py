@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from .examples.stored import PartOnDisk
-from .manifest import Manifest, Shard, check_sum, check_tokenizer, read_manifest
+from .manifest import DataManifest, TokenShard, check_sum, check_tokenizer, read_manifest
 from .streams import ShardStream
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path) -> DataManifest:
     """Read every file of a prepared folder. Raises ValueError for a file whose checksum differs from the manifest's."""
     manifest = read_manifest(folder)
     check_tokenizer(folder, manifest)
@@ -18,7 +18,7 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
+def check_shard(folder: Path, shard: TokenShard, manifest: DataManifest) -> None:
     """Read the files of a shard.
 
     Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` and `PartOnDisk.check`.

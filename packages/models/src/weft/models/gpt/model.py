@@ -92,7 +92,7 @@ class GPT(CausalModel[GPTConfig]):
         return torch.arange(first, stop, device=tokens.device)
 
     def parallel_plan(self) -> ParallelPlan:
-        """The plan that `parallelize` uses by default."""
+        """The default plan of `parallelize`."""
         return PLAN
 
 

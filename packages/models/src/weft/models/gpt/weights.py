@@ -1,6 +1,6 @@
 """GPT-2 in Hugging Face's format: fields of config.json, and where files store each parameter.
 
-The files store q, k and v as one tensor, and weights transposed.
+The files store q, k and v joined in a tensor, and weights transposed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def stored(parameter: str) -> Stored:
 
 
 def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
-    """The required content of an extra tensor in the files, such as a tied head; None for an unknown tensor."""
+    """The values required of a stored tensor without a parameter, like a tied head; None for an unknown tensor."""
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}wte.weight")
     if re.search(r"\.attn\.bias$", tensor):

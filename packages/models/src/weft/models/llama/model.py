@@ -1,4 +1,4 @@
-"""Llama, written for one device (Touvron et al. 2023), with grouped queries and the later rotary scalings.
+"""Llama, written for a single device (Touvron et al. 2023), with grouped queries and the later rotary scalings.
 
 With a sliding window in every layer, the same network is Mistral (Jiang et al. 2023).
 """
@@ -24,5 +24,5 @@ class Llama(Decoder[LlamaConfig]):
     """
 
     def parallel_plan(self) -> ParallelPlan:
-        """The plan that `parallelize` uses by default."""
+        """The default plan of `parallelize`."""
         return replace(PLAN, windows=self.windows)

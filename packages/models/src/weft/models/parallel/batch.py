@@ -63,7 +63,8 @@ class Batch:
     """The arguments of a model and a loss, laid out for a plan. Made by `lay_out_batch`.
 
     Call `model(batch.tokens, positions=batch.positions, ...)`. The tokens carry their order: a model called without
-    `positions=` finds the positions itself. A copy of the tokens loses the order.
+    `positions=` finds the positions itself. A copy of the tokens has no order: a model called with the copy alone
+    raises ValueError under context="all_gather".
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
     numbers: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
@@ -98,7 +99,6 @@ def lay_out_batch(
     documents: Tensor | None = None,
     numbers: Tensor | None = None,
     rows: int | None = None,
-    compiled: bool = False,
 ) -> Batch:
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
     has context.
@@ -107,12 +107,10 @@ def lay_out_batch(
     numbers: of a token's document, as `documents`, but laid out as the targets: for `document_sums`.
     rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
-    compiled: whether blocks are compiled by torch.compile.
     With context="all_gather", the order of tokens gives all ranks equal causal work under the plan's windows
     (`order_by_documents`). Documents on the CPU give each row an order of its own: attention then sends keys and values
-    only to the ranks that see the keys, and the model needs `documents=batch.documents`. Without documents, with
-    `compiled` (a graph holds for a single order) and under a plan with `exact`, all rows have a common order, as for a
-    single document.
+    only to the ranks that see the keys, and the model needs `documents=batch.documents`. Without documents, and under a
+    plan with `exact`, all rows have a common order, as for a single document.
     The order reaches the model with the batch's positions, or with the tokens if the model is called without
     positions. The loss needs no order: the logits and batch.targets are in the same order.
     T need not be divisible: shards are cut as by `torch.chunk`; the last ranks have fewer tokens, or none.
@@ -150,7 +148,7 @@ def lay_out_batch(
             f"lay_out_batch: of {rows} rows rank {this_rank()} has {own.start} to {own.stop}, as ({by_rows}) cuts "
             f"them, but was given {len(tokens)} rows; give rows {own.start} to {own.stop}, or all rows without rows="
         )
-    order: Runs | RowOrders | None = cut_rows(mesh, plan, documents, compiled=compiled)
+    order: Runs | RowOrders | None = cut_rows(mesh, plan, documents)
     if order is None and plan.context == "all_gather" and ways > 1:
         order = order_by_documents((T,), ways, plan.windows or NO_WINDOW)
     if order is not None and positions is None:
@@ -174,7 +172,11 @@ def lay_out_batch(
 
     placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
     assert own_tokens is not None, "tokens are not None"
-    ordered = None if placed is None or own_order is None else OrderedPositions(values=placed, order=own_order)
+    ordered = (
+        None
+        if placed is None or own_order is None
+        else OrderedPositions(values=in_order(placed, own_order), order=own_order)
+    )
     return Batch(
         tokens=in_order(own_tokens, own_order),
         targets=laid(targets, by_tokens),
@@ -185,28 +187,26 @@ def lay_out_batch(
     )
 
 
-def cut_rows(
-    mesh: ProcessMesh, plan: ParallelPlan, documents: Tensor | None, *, compiled: bool = False
-) -> RowOrders | None:
+def cut_rows(mesh: ProcessMesh, plan: ParallelPlan, documents: Tensor | None) -> RowOrders | None:
     """The orders of rows by documents that `lay_out_batch` will use; None where rows are not cut by documents.
 
     Raises ValueError for a document with tokens again after its end.
     """
     if documents is None or documents.device.type != "cpu" or not len(documents):
         return None
-    if not cuts_by_documents(mesh, plan, compiled):
+    if not cuts_by_documents(mesh, plan):
         return None
     return RowOrders.of(documents, mesh.axis_size(CONTEXT_AXIS), plan.windows or NO_WINDOW)
 
 
-def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan, compiled: bool) -> bool:
+def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan) -> bool:
     """Whether `lay_out_batch` gives rows with documents on the CPU an order by documents.
 
     Not under `exact`: an exact step computes rows separately for each coordinate of the named mesh, and an exchange by
     documents is for all rows of a rank together.
     """
     is_sharded = CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
-    return plan.context == "all_gather" and is_sharded and not compiled and plan.exact is None
+    return plan.context == "all_gather" and is_sharded and plan.exact is None
 
 
 def prepare_rows(
@@ -216,7 +216,6 @@ def prepare_rows(
     documents: Tensor | None,
     device: torch.device,
     *,
-    compiled: bool,
     dtype: torch.dtype,
 ) -> None:
     """Cut rows by documents and plan all exchanges of keys, ahead of `lay_out_batch` with the same documents.
@@ -225,7 +224,7 @@ def prepare_rows(
     this function, to save the time in the step. dtype: of the queries.
     Communication: none, apart from making the mesh's process groups.
     """
-    order = cut_rows(mesh, plan, documents, compiled=compiled)
+    order = cut_rows(mesh, plan, documents)
     if order is not None:
         prepare_exchanges(model, mesh, order, device, dtype)
 

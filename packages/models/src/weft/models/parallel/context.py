@@ -27,7 +27,7 @@ from weft.reshard.extension import (
 from ..checks import check_head_degrees
 from ..layers import DotProductAttention, Dropout
 from .batch import Ordered, OrderedPositions, order_of
-from .packed.hooks import LatestOrder, start_exchange, take_received
+from .packed.hooks import LatestOrder, is_by_documents, start_exchange, take_received
 from .packed.rows import RowOrders
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS, TOKENS_DIM
@@ -81,7 +81,7 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
     latest = LatestOrder()
-    model.register_forward_pre_hook(_Tokens(model, plan, latest).enter, with_kwargs=True)
+    model.register_forward_pre_hook(_ModelHook(model, plan, latest).enter, with_kwargs=True)
     if plan.context is None:
         return
     for module in own:
@@ -98,10 +98,8 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
         latest.watch(model)
 
 
-class _Tokens:
-    """The pre-hook of the model: adds positions, documents of all tokens, and the order in which tokens are laid
-    out.
-    """
+class _ModelHook:
+    """The pre-hook of the model: gathers the documents of all tokens, and adds positions and the tokens' order."""
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, latest: LatestOrder) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
@@ -115,7 +113,8 @@ class _Tokens:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        tokens = args[0] if args else next(iter(kwargs.values()), None)
+        first = self._names[0] if self._names else next(iter(kwargs), "")  # of a forward of **kwargs alone: as given
+        tokens = args[0] if args else kwargs.get(first)
         self._latest.set(None)
         if not _sharded_on_tokens(tokens):
             return None
@@ -128,6 +127,9 @@ class _Tokens:
         positions, documents, order = arguments.get("positions"), arguments.get("documents"), order_of(tokens)
         if isinstance(documents, DTensor):
             arguments["documents"] = _whole_tokens(documents)
+        if order is None and isinstance(positions, DTensor):
+            order = order_of(positions)  # the values of a batch's positions
+            positions = positions if order is None else None
         if order is not None and not isinstance(positions, OrderedPositions):
             if positions is not None:
                 raise ValueError(
@@ -146,16 +148,26 @@ class _Tokens:
                 raise ValueError(
                     f"the order of the tokens reaches attention with the argument documents, which "
                     f"{type(module).__name__}.forward does not take; add documents=None to forward and hand it on to "
-                    f"the layers, or lay the tokens out in reading order, by distribute()"
+                    f"the layers, or lay tokens and positions out in reading order, by distribute()"
                 )
             self._latest.set(positions.order, arguments.get("documents"))
+            arguments.pop("positions", None)
             if self._takes_positions:
                 arguments["positions"] = positions.values
             arguments["documents"] = Ordered(positions.order, arguments.get("documents"))
             if arguments.get("dropout_key") is not None:
                 arguments["dropout_key"] = Ordered(positions.order, arguments["dropout_key"])
+        elif positions is None and self._context == "all_gather":
+            raise ValueError(
+                f"{first or 'the tokens'} of {type(module).__name__} are {tokens.placements}, and neither the tokens "
+                f"nor positions tell their order (a copy of the tokens of lay_out_batch has none): call the model with "
+                f"positions=batch.positions of the same batch, or, for tokens in reading order, with their positions, "
+                f"laid out as the tokens"
+            )
         elif positions is None and self._takes_positions:
             arguments["positions"] = _own_positions(tokens)
+        elif not self._takes_positions:
+            arguments.pop("positions", None)
         positional = self._names[: len(args)]
         return (*(arguments.pop(name) for name in positional), *args[len(positional) :]), arguments
 
@@ -244,10 +256,10 @@ def _start_gather(
         return None
     key, value = _cast(*output)
     assert isinstance(key, DTensor) and isinstance(value, DTensor), "values lie as keys"
+    if latest.order is not None:  # a compiled block starts the exchange where attention is called, after the graph
+        return None if is_compiling() else start_exchange(key, value, latest.order, attend.window)
     if is_compiling():
         return _GatheringInGraph(*_begin_gather(key, value)), None
-    if latest.order is not None:
-        return start_exchange(key, value, latest.order, attend.window)
     layout = layout_of(key)
     packed, widths = _packed((key, value), layout.parts(HEADS_DIM))
     return _Gathering(start_reshard(packed, placements=_replaced(layout, "R")), widths), None
@@ -258,7 +270,7 @@ def _gather_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     gets the exchange under way.
     """
     arguments = _attention_arguments(args, kwargs)
-    if take_received(arguments, module.window):
+    if is_by_documents(arguments) and take_received(arguments, module.window):
         return (), arguments
     if isinstance(arguments["key"], _Gathering):
         arguments["key"], arguments["value"] = arguments["key"].wait()
@@ -307,7 +319,10 @@ def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
 
 @in_graph
 def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
-    """Keys and values packed, and the two tensors of their all-gather, begun. Backward ends their reduce-scatter."""
+    """Begin the all-gather of keys and values. Backward ends the reduce-scatter of their gradients.
+
+    Returns the keys and values as one packed tensor, then the two tensors of `begin_in_graph`.
+    """
     layout = layout_of(key)
     packed, _ = _packed((key, value), layout.parts(HEADS_DIM))
     return packed, *begin_in_graph(packed, _replaced(layout_of(packed), "R"))
@@ -315,7 +330,7 @@ def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
 
 @in_graph
 def _finish_gather(packed: Tensor, number: Tensor, unfilled: Tensor) -> tuple[Tensor, ...]:
-    """The keys and values of all tokens. Backward begins their reduce-scatter."""
+    """Wait for the keys and values of all tokens. Backward begins the reduce-scatter of their gradients."""
     assert isinstance(packed, DTensor), "packed from DTensors"
     whole = finish_in_graph(number, unfilled, packed, _replaced(layout_of(packed), "R"))
     return unpack(whole, (int(packed.shape[-1]) // 2,) * 2)
@@ -348,13 +363,16 @@ def _to_tokens(output: DTensor) -> DTensor:
 
 
 def _reshard_packed(tensors: tuple[DTensor, ...], parts: int, target: Layout) -> tuple[Tensor, ...]:
-    """Reshard tensors of equal layout, packed into a single tensor, by a single collective."""
+    """Reshard tensors of equal layout, packed into a single tensor, by a single collective.
+
+    parts: the number of shards of the heads in the target; each shard packs its slice of every tensor.
+    """
     packed, widths = _packed(tensors, parts)
     return unpack(reshard(packed, placements=target), widths)
 
 
 def _packed(tensors: tuple[DTensor, ...], parts: int) -> tuple[DTensor, tuple[int, ...]]:
-    """The tensors packed into a single tensor, and the width of a part of each."""
+    """The tensors packed into a single tensor, and the width of each tensor's slice in one of the `parts`."""
     packed = pack(*tensors, parts=parts)
     assert isinstance(packed, DTensor), "packed from DTensors"
     return packed, tuple([int(x.shape[HEADS_DIM]) // parts for x in tensors])

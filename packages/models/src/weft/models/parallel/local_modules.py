@@ -42,8 +42,8 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
 
     Each block, a `row_independent` module in a ModuleList, is a unit of computation. The whole model is the unit if the
-    model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
-    available all at once, and the buckets of a larger model are to be reduced while backward continues.
+    model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket. A unit's gradients become
+    available all at once: a larger model goes block by block, so buckets are reduced while backward continues.
     A unit still computes on DTensors if the unit is compiled, drops elements or mixes rows; if a module within has a
     hook, a replaced forward, or a class that is not `row_independent`; and for inputs of a different layout.
     Communication: none.
@@ -72,7 +72,7 @@ class _Unit:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward  # forward: the module's own
         self.contents: _Contents | None = None  # of the latest inspection
-        self.last: Callable[[], _Call | None] = lambda: None  # a weak reference to the last call
+        self.last: Callable[[], _LocalCall | None] = lambda: None  # a weak reference to the last call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
         """A copy without `contents`, since the module's parameters may have no memory between calls."""
@@ -139,7 +139,7 @@ def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, 
     return (device_mesh is mesh or device_mesh == mesh) and tensor.placements == placements
 
 
-class _Call:
+class _LocalCall:
     """A call of a unit, and the tensors to unwrap for the call."""
 
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
@@ -215,32 +215,32 @@ class _Call:
             for module, name in users:
                 module._parameters[name] = tensor
 
-    def gradients(self, parts: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
+    def gradients(self, local_gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
         """The operands' gradients as DTensors, given the local gradients.
 
         The input's gradient has the input's layout. A parameter's gradient is Partial over the axes sharding the
         rows. A gradient that a GradientSync takes at once is None in the result.
-        parts: the local gradient of each operand.
+        local_gradients: the local gradient of each operand.
         nodes: the autograd node of each operand; empty where the gradients are differentiated.
         """
-        first, *_ = parts
-        found: list[Tensor | None] = [None] * len(parts)
+        first, *_ = local_gradients
+        found: list[Tensor | None] = [None] * len(local_gradients)
         if first is not None:
             found[0] = wrap_with_spec(first, self.kind)
         kinds: dict[Any, Any] = world_cache().setdefault(("addends", self.mesh, self.placements), {})
         take = local_grad_callback(next(iter(self.users), None)) if self.lone and nodes else None
         for i, parameter in enumerate(self.users, 1 + len(self.tensor_keys)):
-            part = parts[i]
-            if part is None:
+            local = local_gradients[i]
+            if local is None:
                 continue
-            kind = kinds.get((dtensor_spec(parameter), part.dtype))
+            kind = kinds.get((dtensor_spec(parameter), local.dtype))
             if kind is None:
                 kind = dtensor_spec(
-                    wrap(part, _layout_of_addends(layout_on(self.mesh, self.placements)), parameter.shape)
+                    wrap(local, _gradient_layout(layout_on(self.mesh, self.placements)), parameter.shape)
                 )
-                kinds[dtensor_spec(parameter), part.dtype] = kind
-            if take is None or not _is_added_up(nodes[i]) or not take(parameter, part, kind):
-                found[i] = wrap_with_spec(part, kind)
+                kinds[dtensor_spec(parameter), local.dtype] = kind
+            if take is None or not _is_added_up(nodes[i]) or not take(parameter, local, kind):
+                found[i] = wrap_with_spec(local, kind)
         return found
 
 
@@ -256,7 +256,7 @@ def _is_added_up(node: Any) -> bool:
         return False
 
 
-def _layout_of_addends(rows: Layout) -> Layout:
+def _gradient_layout(rows: Layout) -> Layout:
     """The layout of a parameter's gradient, given the layout of the rows: Partial over the axes sharding the rows."""
     axes = zip(rows.mesh.axis_names, rows.mesh.shape, strict=True)
     return Layout(rows.mesh, {axis: Partial() for axis, size in axes if size > 1 and rows[axis] == Shard(0)})
@@ -270,13 +270,13 @@ def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
         and not is_compiling()
         and all(each.is_replicate() or each.is_shard(0) for each in x.placements)
     ):
-        call = _Call(unit, args, kwargs, x)
+        call = _LocalCall(unit, args, kwargs, x)
         if call.prepare():
             return _compute_locally(call, x)
     return unit.forward(*args, **kwargs)
 
 
-def _compute_locally(call: _Call, x: DTensor) -> DTensor:
+def _compute_locally(call: _LocalCall, x: DTensor) -> DTensor:
     """The unit's output as a DTensor, computed on local tensors."""
     if not torch.is_grad_enabled():
         return _wrap_output(call.run(*call.unwrap()), x)
@@ -295,7 +295,7 @@ class _Unwrap(torch.autograd.Function):
     """A call's operands as local tensors; backward gives the operands' gradients as DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _LocalCall, *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         locals_ = call.unwrap()
@@ -304,13 +304,13 @@ class _Unwrap(torch.autograd.Function):
         return locals_
 
     @staticmethod
-    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *local_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.call.is_over = True
         if not torch.is_grad_enabled():
-            return None, *ctx.call.gradients(parts, [node for node, _ in ctx.next_functions])
+            return None, *ctx.call.gradients(local_gradients, [node for node, _ in ctx.next_functions])
         with torch.no_grad():
-            gradients = ctx.call.gradients([None if part is None else part.detach() for part in parts], ())
-        return None, *refuse_second_derivative(gradients, *parts)
+            gradients = ctx.call.gradients([None if each is None else each.detach() for each in local_gradients], ())
+        return None, *refuse_second_derivative(gradients, *local_gradients)
 
 
 class _Wrap(torch.autograd.Function):

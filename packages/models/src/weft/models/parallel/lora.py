@@ -19,7 +19,7 @@ from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
 from ..low_rank import Adapter, LowRank, LowRankExperts, StackedLowRank, adapted_parameter
 from .lora_dropout import check_dropout, hand_keys, take_keys_back
-from .lora_targets import Place, find_places
+from .lora_targets import AdapterPlace, find_places
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
 
@@ -69,7 +69,7 @@ def lora(
         (key, the adapter's name, element), the same on every mesh. Not for adapters of experts.
     May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
     column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. Adapters
-    of experts are sharded over "ep" as the experts are. A block needs no further reduction. A `GradientSync` made
+    of experts are sharded over "ep" as the experts are. Adapters add no reduction to a block. A `GradientSync` made
     afterwards reduces the adapters' gradients only.
     Communication: none.
     Raises ValueError for a rank, alpha or dropout out of range; for a dtype other than a floating-point dtype of 16
@@ -104,8 +104,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
     Nothing is copied, and no memory is used. Works on one process and under every plan, in pipelines, with
     recomputation, and with blocks compiled by torch.compile, which are compiled once more at their first call within
-    the context. Compiled blocks equal the compiled base within rounding. For forwards within the context alone: a
-    backward, which may run a block again, belongs in the same context as its forward.
+    the context. Compiled blocks equal the compiled base within rounding. Run the backward of a forward in the same
+    context, too: backward may compute blocks again.
     Communication: none here; under ZeRO, a call gathers the adapters' parameters, too.
     Raises ValueError for a model without adapters.
     """
@@ -234,7 +234,7 @@ def _make_factors(owner: nn.Module, leaf: str, rank: int, dtype: torch.dtype | N
     return factors
 
 
-def _attach(place: Place, factors: dict[str, Tensor], alpha: float, dropout: float) -> Adapter:
+def _attach(place: AdapterPlace, factors: dict[str, Tensor], alpha: float, dropout: float) -> Adapter:
     """Attach an adapter with `factors` A and B as the layer's submodule `lora`, or within the experts' `lora`."""
     owner = place.owner
     if isinstance(owner, Experts):

@@ -16,14 +16,14 @@ from torch import nn
 
 from ..low_rank import LowRank
 from .batch import Ordered
-from .lora_targets import Place
+from .lora_targets import AdapterPlace
 from .packed.rows import RowOrders
 from .recompute import replace_forward
 
 _ARGUMENT = "dropout_key"
 
 
-def check_dropout(model: nn.Module, dropout: float, places: Sequence[Place]) -> None:
+def check_dropout(model: nn.Module, dropout: float, places: Sequence[AdapterPlace]) -> None:
     """Raises ValueError for a probability out of range, and for adapters without a module to hand them a key."""
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"lora: dropout is {dropout!r}; it must be a number from 0 to below 1")

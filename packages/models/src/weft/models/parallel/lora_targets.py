@@ -16,7 +16,7 @@ from .resolve import nearest
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdapterPlace:
     """A weight to adapt, and the name of the adapter."""
 
     target: str  # the name of a linear layer, or of a projection of experts
@@ -25,20 +25,21 @@ class Place:
     adapter: str  # the name of the adapter to attach
 
 
-def find_places(model: nn.Module, targets: Sequence[str]) -> list[Place]:
+def find_places(model: nn.Module, targets: Sequence[str]) -> list[AdapterPlace]:
     """The weights named by `targets`, in the model's order. Raises ValueError as `lora` does."""
     if isinstance(targets, str) or not targets:
         raise ValueError(
             f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
         )
     modules: dict[str, Any] = {name: module for name, module in model.named_modules() if name}
-    places: dict[str, Place] = {}
+    places: dict[str, AdapterPlace] = {}
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            places[name] = Place(name, module, "weight", f"{name}.lora")
+            places[name] = AdapterPlace(name, module, "weight", f"{name}.lora")
         elif isinstance(module, Experts):
             places |= {
-                f"{name}.{leaf}": Place(f"{name}.{leaf}", module, leaf, f"{name}.lora.{leaf}") for leaf in PROJECTIONS
+                f"{name}.{leaf}": AdapterPlace(f"{name}.{leaf}", module, leaf, f"{name}.lora.{leaf}")
+                for leaf in PROJECTIONS
             }
     candidates = list(dict.fromkeys((*modules, *places)))
     matching: set[str] = set()
@@ -68,7 +69,7 @@ def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _check_places(model: nn.Module, places: list[Place]) -> None:
+def _check_places(model: nn.Module, places: list[AdapterPlace]) -> None:
     """Raises ValueError for a tied weight, and for experts with a forward of their own."""
     name_counts = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     for place in places:

@@ -25,7 +25,7 @@ from .experts.placement import check_experts, expert_meshes
 from .local_modules import hook_rows
 from .parameter_layouts import check_parameters, has_tensor_axis, parameter_layouts
 from .pipeline.cut import Cut, cut
-from .pipeline.run import Pipeline, stage_mesh_of
+from .pipeline.run import Pipeline, shares_casts, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, exact_of, pipeline_plan, without_pipeline
 from .recompute import blocks_of, recompute
@@ -97,7 +97,7 @@ def _lay_out_on(
 ) -> nn.Module:
     """See `parallelize`.
 
-    in_stage: of a model that holds the stages of one rank only, whether these call a module, by its name.
+    in_stage: for a model cut into stages: whether a stage of this rank calls the module with a given name.
     weights_wait: whether backward may leave the gradients of weights for later, as zero-bubble schedules do.
     """
     if _has_this_layout(model, mesh, plan):
@@ -162,7 +162,7 @@ def _lay_out_on(
 
 
 def _check_exact_on(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style], exact: Mapping[str, int]) -> None:
-    """Raise ValueError for a mesh, and on every mesh for a model, that cannot keep `exact`."""
+    """Raise ValueError for a mesh that cannot keep `exact`, and for a model that cannot keep `exact` on any mesh."""
     check_exact(dict(zip(mesh.axis_names, mesh.shape, strict=True)), exact)
     for axis, size in exact.items():
         if size > 1 and axis not in mesh.axis_names:
@@ -171,7 +171,11 @@ def _check_exact_on(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style
 
 
 def _separate_uses(model: nn.Module, in_stage: Callable[[str], bool] | None) -> None:
-    """Let the uses of tied parameters on one stage be summed over the ranks as on two: each by itself, then added."""
+    """Let each use of a tied parameter be summed over the ranks by itself; the sums are then added.
+
+    Two stages of a pipeline, each with a use, sum this way. Under `exact`, one stage must give the same bits.
+    in_stage: as for `_lay_out_on`. Uses outside this rank's stages are left alone.
+    """
     found: set[nn.Parameter] = set()
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -211,7 +215,7 @@ def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pip
     object.__setattr__(
         model,
         PIPELINE_ATTRIBUTE,
-        Pipeline(pipeline, schedule, mesh, stages, parameters, shares_casts=plan.recompute != "full"),
+        Pipeline(pipeline, schedule, mesh, stages, parameters, shares_casts=shares_casts(plan)),
     )
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return model

@@ -84,7 +84,7 @@ class ParallelPlan:
         `sequence` is set where "tp" is above 1. A mesh or option that would change the bits is refused, here or by
         `parallelize`.
     parts: the plans of models within the model, by module name; see `merge`.
-    Raises ValueError for a value of a wrong type, an unknown option, and parts beside any further field.
+    Raises ValueError for a value of a wrong type, for an unknown option, and for `parts` together with a further field.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)

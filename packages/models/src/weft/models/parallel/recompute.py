@@ -167,8 +167,7 @@ def _run_checkpointed(kind: Recompute, forward: Callable[..., Any], *args: Any, 
         return forward(*args, **kwargs)
     if kind == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = _traced_contexts if is_compiling() else _contexts
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
 
 def _traced_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -189,7 +188,12 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts entered around the forward, and around the repetition."""
+    """The contexts entered around the forward, and around the repetition.
+
+    Called where the checkpoint runs: a compiled block with two graphs runs the checkpoint uncompiled.
+    """
+    if is_compiling():
+        return _traced_contexts()
     products, received = _SavedValues(), _SavedValues()
     return _Save(products, received), _Restore(products, received)
 
@@ -197,8 +201,8 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 class _SavedValue:
     """A product or a received tensor, made in the forward and used again in the repetition.
 
-    A value read by nothing but `PASSING` ops and communication was an addend of the block's output or of a sent
-    tensor. No value in the repetition depends on that tensor, and NaNs without memory of their own replace it.
+    A value that only `PASSING` ops and communication read was merely added into the block's output or into a sent
+    tensor. Nothing that the repetition needs depends on the value, so NaNs that take no memory replace the tensor.
     """
 
     def __init__(self) -> None:

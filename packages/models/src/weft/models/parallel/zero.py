@@ -77,7 +77,8 @@ def hook_zero(
 ) -> None:
     """Make the modules of a laid-out model gather sharded parameters when called.
 
-    A call of a block gathers all parameters within the block; a module outside the blocks gathers only own parameters.
+    A call of a block gathers all parameters within the block. A call of a module outside the blocks gathers the
+    parameters of the module itself, not of its submodules.
     layouts: the layout in which each parameter computes, by name.
     stored_layouts: the layout in which each parameter is stored, by name.
     Communication: none here. Forward issues an all-gather per block and dtype, unless the parameters are gathered

@@ -1,4 +1,7 @@
-"""`advise`: finds single changes of a run's plan with a shorter step. Each changed plan is priced like the plan."""
+"""`advise`: finds single changes of a run's plan with a shorter step. Changed plans are priced like the plan.
+
+A lower bound of a change's seconds, or a memory above the limit, spares the price.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..schedules.schedule import Name
-from .plan_prices import PlanPrices
+from .plan_prices import ACTIVATIONS, TIME, PlanPrices
 from .plans import RECOMPUTES, ZEROS, Candidate
+from .search import Bound, search
 
 MOST = 5  # plans returned
-TRIED = 8  # plans priced; each costs a run on shapes
+TRIED = 8  # plans tried; a price costs a run on shapes
 SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2))  # to try, with stages on a rank
 WORTH = 0.005  # least share of the step to be saved
 
@@ -35,34 +39,54 @@ def advise(
     parts: Mapping[str, float],
     memory_bytes: int,
 ) -> list[ChangedPlan]:
-    """Price changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
+    """Search changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
 
     Of a candidate over the memory: the changes within the memory, whatever their seconds.
     seconds, parts, memory_bytes: of the candidate's prediction. check: as for `enumerate_candidates`.
     Called by `weft explain --chip`. Communication: none.
     """
     fits, is_compiled = memory_bytes <= prices.limit, prices.workload.is_compiled
-    priced = []
-    for change in neighbors(candidate, parts) if fits else for_memory(candidate):
-        if change == candidate:
-            continue
+    compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
+    most = seconds * (1 - WORTH) if fits else math.inf  # of a change's step
+
+    def is_allowed(change: Candidate) -> bool:
         try:
             check(change)
         except ValueError:
-            continue
-        if prices.weights_bound(change) < math.inf:
-            priced.append((prices.price(change)[0], change.complexity, change, is_compiled))
+            return False
+        return change != candidate and prices.weights_bound(change) < math.inf
+
+    def time_bound(change: Candidate) -> float:
+        if change == candidate or change.recompute != candidate.recompute:
+            return 0.0  # a trace for the bound alone costs as much as the price
+        floor = prices.even_bound(change)
+        return math.inf if floor > most else floor
+
+    def memory_bound(change: Candidate) -> float:
+        try:
+            return 0.0 if prices.fits(change) else math.inf
+        except ValueError:  # refused by the model
+            return math.inf
+
+    def price(change: Candidate) -> tuple[float, None]:
+        changed = (compiled if change == candidate else prices).price(change)[0]
+        return (changed if changed <= most else math.inf), None
+
+    changes = list(filter(is_allowed, neighbors(candidate, parts) if fits else for_memory(candidate)))
     if fits and not is_compiled and prices.chip.threads is None:
-        compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
-        priced.append((compiled.price(candidate)[0], candidate.complexity, candidate, True))
-    found: list[ChangedPlan] = []
-    for changed, _, change, compiles in sorted(priced, key=lambda each: each[:2]):
-        if len(found) == MOST or (fits and changed > seconds * (1 - WORTH)):
-            break
-        nbytes = memory_bytes if change == candidate else prices.memory.peak(change)
-        if nbytes <= prices.limit:
-            found.append(ChangedPlan(candidate=change, is_compiled=compiles, seconds=changed, memory_bytes=nbytes))
-    return found
+        changes.append(candidate)  # stands for the same plan with compiled blocks
+    # The bound that leaves out most changes: a step too long, or else a memory above the limit.
+    bound = Bound(TIME, time_bound) if fits else Bound(ACTIVATIONS, memory_bound)
+    found = search(changes, [bound], price, fits=prices.fits, keep=MOST).found
+    return [
+        ChangedPlan(
+            candidate=each.candidate,
+            is_compiled=is_compiled or each.candidate == candidate,
+            seconds=each.seconds,
+            memory_bytes=prices.memory.peak(each.candidate),
+        )
+        for each in found
+    ]
 
 
 def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidate]:

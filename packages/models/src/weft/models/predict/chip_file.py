@@ -279,7 +279,7 @@ def _rows(value: Any, where: str, most: int) -> list[Any]:
 
 def _check_names(row: Mapping[str, Any], known: Collection[str], where: str) -> None:
     if unknown := next((name for name in row if name not in known), None):
-        raise ValueError(f"{where} has {unknown[:60]!r}, which is no number of it; it has {', '.join(known)}")
+        raise ValueError(f"{where} has {unknown[:60]!r}, which is not known there; known are {', '.join(known)}")
 
 
 def _shown(value: Any) -> str:

@@ -124,7 +124,7 @@ def _mismatch(simulation: Simulation) -> Hang:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _WaitingCall:
     """A waiting call of a chain."""
 
     rank: int
@@ -136,30 +136,30 @@ class _Step:
 class _Chain:
     """Waiting calls, each held up by the next: up to a call never issued, or once around a cycle."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_WaitingCall, ...]
     absent: int | None = None  # the rank without a part in the last step's call; None for a cycle
 
 
 def _follow(simulation: Simulation, rank: int, number: int) -> _Chain:
     """The chain from the unfinished call `number` of `rank`, each call followed by the call that holds it up."""
-    steps: list[_Step] = []
+    steps: list[_WaitingCall] = []
     places: dict[tuple[int, int], int] = {}
     while (rank, number) not in places:
         places[rank, number] = len(steps)
         call = simulation.calls[rank][number]
         head = simulation.head(rank, number)
         if head != number:
-            steps.append(_Step(rank, number, f"begins after call {head + 1:,} of the rank"))
+            steps.append(_WaitingCall(rank, number, f"begins after call {head + 1:,} of the rank"))
             number = head
             continue
         other, index, never = _partner(simulation, rank, number, call)
         if never:
-            steps.append(_Step(rank, number, f"rank {other} never issues its part"))
+            steps.append(_WaitingCall(rank, number, f"rank {other} never issues its part"))
             return _Chain(tuple(steps), absent=other)
         awaited = simulation.waited_for(other) if index is None else index
         assert awaited is not None, "a rank that has not issued a later call waits for an earlier one"
         text = "has issued its part" if index is not None else f"issues its part after its call {awaited + 1:,}"
-        steps.append(_Step(rank, number, f"rank {other} {text}"))
+        steps.append(_WaitingCall(rank, number, f"rank {other} {text}"))
         rank, number = other, awaited
     return _Chain(tuple(steps[places[rank, number] :]))
 
@@ -207,7 +207,7 @@ def _is_part(each: Issued, call: Issued, rank: int, rule: Rule) -> bool:
     return not each.is_message and each.lane == call.lane
 
 
-def _lines(simulation: Simulation, steps: Sequence[_Step]) -> tuple[str, ...]:
+def _lines(simulation: Simulation, steps: Sequence[_WaitingCall]) -> tuple[str, ...]:
     lines = []
     for step in steps:
         call = simulation.calls[step.rank][step.number]

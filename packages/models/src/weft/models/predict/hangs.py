@@ -24,7 +24,7 @@ from weft.mesh.extension import as_mesh
 from weft.reshard.extension import Call, Recorded, recording, this_rank
 
 from .hang_report import Hang, report
-from .matching import MAKE_GROUP, NEW_GROUP, RECEIVE, SEND, Event, Issued, Program, Rule, Simulation
+from .matching import MAKE_GROUP, NEW_GROUP, RECEIVE, SEND, CallOrWait, Issued, Program, Rule, Simulation
 from .site import owner_of
 
 MOST_RANKS = 64  # the largest mesh whose ranks are all recorded
@@ -103,7 +103,7 @@ def check_hangs(
 def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> Program:
     """Run `program` on shapes as `rank`, and return the rank's calls and waits. Arguments: as for `check_hangs`."""
     with recording(mesh, rank) as recorded, torch.device("meta"):
-        recorder = Recorder(mesh.size, record_program.__code__)
+        recorder = CallRecorder(mesh.size, record_program.__code__)
         with _as_default_group(recorded, mesh, recorder):
             recorder.listen(recorded)
             try:
@@ -115,7 +115,7 @@ def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> 
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """Lists the calls and waits of a rank's program, which runs on shapes in `recording`.
 
     Made by `record_program` for a user's program, and by `check_plan` for a step of Weft's.
@@ -123,7 +123,7 @@ class Recorder:
 
     world_size: int
     stop: CodeType  # code of the function running the program; stack frames from there up are not searched for sites
-    events: list[Event] = field(default_factory=list)
+    events: list[CallOrWait] = field(default_factory=list)
     _calls: dict[Issued, Issued] = field(default_factory=dict)  # equal calls share an object
     _awaited: set[int] = field(default_factory=set)  # numbers of calls with a wait
     _count: int = 0  # calls until now
@@ -142,7 +142,7 @@ class Recorder:
         """The present place in the program, for `calls_since`. Called by `Recorded.mark`."""
         return len(self.events), self._count
 
-    def calls_since(self, mark: tuple[int, int]) -> tuple[Event, ...] | None:
+    def calls_since(self, mark: tuple[int, int]) -> tuple[CallOrWait, ...] | None:
         """The calls and waits since `mark`, for `repeat`; a wait has the call's number among these calls.
 
         None where a copy could differ from a second run: with a message, with a new group, with a wait for a call
@@ -158,7 +158,7 @@ class Recorder:
             return None
         return tuple(each - number if isinstance(each, int) else each for each in events)
 
-    def repeat(self, calls: Sequence[Event]) -> None:
+    def repeat(self, calls: Sequence[CallOrWait]) -> None:
         """Append a copy of calls and waits from `calls_since`, for a microbatch without a run."""
         number = self._count
         for each in calls:
@@ -261,7 +261,7 @@ class Recorder:
 
 
 @contextmanager
-def _as_default_group(recorded: Recorded, mesh: ProcessMesh, recorder: Recorder) -> Iterator[None]:
+def _as_default_group(recorded: Recorded, mesh: ProcessMesh, recorder: CallRecorder) -> Iterator[None]:
     """A context in which torch.distributed has the mesh's ranks as its world, and `new_group` is recorded."""
     ranks = tuple(sorted(mesh))
     group = recorded.group_of_ranks(ranks)

@@ -1,6 +1,6 @@
 """Matches the collectives and messages of all ranks: a `Simulation` runs the ranks' programs together.
 
-Pure values, without torch. `hangs.Recorder` makes the programs: lists of calls and waits. Where a simulation stops
+Pure values, without torch. `hangs.CallRecorder` makes the programs: lists of calls and waits. Where a simulation stops
 early, `hang_report` says which rank waits for which.
 """
 
@@ -63,7 +63,7 @@ class Issued:
         return total
 
 
-Event = Issued | int  # a call, or a wait until the rank's call n, counted from 0, has ended
+CallOrWait = Issued | int  # a call, or a wait until the rank's call n, counted from 0, has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Program:
     """A rank's calls and waits in a step, in order."""
 
     rank: int
-    events: tuple[Event, ...]
+    events: tuple[CallOrWait, ...]
 
     @property
     def calls(self) -> list[Issued]:

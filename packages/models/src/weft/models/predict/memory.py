@@ -15,15 +15,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from weft.mesh import ProcessMesh
 
-from ..parallel.pipeline.run import stage_mesh_of
+from ..parallel.pipeline.run import shares_casts, stage_mesh_of
 from ..parallel.plan import ParallelPlan, without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..schedules.schedule import Schedule
-from ..step.alike import block_names, keep_blocks, signature, standing_blocks
+from ..step.alike import block_names, copy_blocks, representatives_of
 from ..step.followed_step import KINDS, Device, FollowedStep, Peak
 from ..step.live_storages import BEFORE
 from ..step.memory import follow_model
-from ..step.record import StepShape, meta_copy
+from ..step.record import StepShape
 from .trace import GATHERED_AHEAD
 
 Place = Literal["before", "first", "middle", "last", "after", "none"]  # of a moment: which block, or none
@@ -62,6 +62,7 @@ class MemoryParts:
     # Bytes saved for backward by a microbatch: n blocks save `saved + n * saved_per_block`.
     saved: float
     saved_per_block: float
+    shared_per_block: float  # bytes that a block keeps for all microbatches of a stage: casts of parameters
     saved_before: float  # before the first block
     saved_after: float  # after the last block
     message: float  # bytes of the tensor [B, T, H] between blocks on this rank
@@ -102,6 +103,7 @@ def memory_parts(
         follow_model(
             *(each, mesh, plan, shape),
             states=states, clip_norm=clip_norm, device=device, make_optimizer=make_optimizer,
+            has_shared_casts=has_stages and shares_casts(plan),
         )
         for each in models
     ]  # fmt: skip
@@ -120,6 +122,7 @@ def memory_parts(
         moments=tuple(moments),
         saved=saved[0].inside - blocks * saved_per_block,
         saved_per_block=saved_per_block,
+        shared_per_block=(saved[1].shared - saved[0].shared) / period,
         saved_before=saved[0].before,
         saved_after=saved[0].after,
         message=saved[0].message,
@@ -129,25 +132,17 @@ def memory_parts(
 def _short_models(model: nn.Module, plan: ParallelPlan) -> tuple[list[nn.Module], int]:
     """Two models with few of the blocks, the second with a repetition more; and the blocks of a repetition."""
     names = block_names(model, plan)
-    signatures = [signature(model.get_submodule(name), name) for name in names]
-    standing = standing_blocks(signatures, GATHERED_AHEAD if plan.zero == 3 else 1)
-    most = max((len(each.blocks) for each in standing), default=1)
+    representatives = representatives_of(model, names, GATHERED_AHEAD if plan.zero == 3 else 1)
+    most = max((len(each.blocks) for each in representatives), default=1)
     if most == 1:
         raise ValueError(
             f"{type(model).__name__} has {len(names)} blocks, of which none stands for others, so its memory is not "
             f"composed of blocks' memory; give a model with more blocks that are alike, or call predict_memory"
         )
-    repeated = [each for each in standing if len(each.blocks) == most]
-    numbers = [each.number for each in standing]
+    repeated = [each for each in representatives if len(each.blocks) == most]
+    numbers = [each.number for each in representatives]
     longer = sorted([*numbers, *(each.blocks[1] for each in repeated)])
-    return [_with_blocks(model, names, each) for each in (numbers, longer)], len(repeated)
-
-
-def _with_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) -> nn.Module:
-    """A copy of the model on the meta device with the blocks of the given numbers. names: of all blocks."""
-    copied = meta_copy(model)
-    keep_blocks(copied, names[0].rpartition(".")[0], numbers)
-    return copied
+    return [copy_blocks(model, names, each) for each in (numbers, longer)], len(repeated)
 
 
 def compose(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,13 +21,13 @@ from weft.kernels.extension import Op, Part
 from weft.reshard.extension import Call
 
 from ..losses import local_value
-from ..step.alike import Standing
+from ..step.alike import Representative
 from ..step.communication import Phase
 from .events import Compute, Event, Kind, Start, Wait
 from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
 
 Place = Literal["before", "block", "after"]
-ModelPart = tuple[Standing | None, Place]  # (block, "block"), (None, "before") or (None, "after") all blocks
+ModelPart = tuple[Representative | None, Place]  # (block, "block"), (None, "before") or (None, "after") all blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Placed:
     event: Event
     phase: Phase
     microbatch: int  # -1 in the phases "gradients" and "optimizer"
-    block: Standing | None  # the block at work; None outside blocks
+    block: Representative | None  # the block at work; None outside blocks
     place: Place
 
 
@@ -44,19 +45,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lists the events of a step on shapes in `placed`. Made by `trace_step` and by `op_cases.Case`.
 
     Collectives come by `on_call`, Weft's ops by `on_op`. As a dispatch mode, the observer sees the ops of torch.
-    prefix: name of the model's nn.ModuleList of blocks. standing: the blocks in this list.
+    prefix: name of the model's nn.ModuleList of blocks. representatives: the blocks in this list.
     microbatches: how many the step runs.
     """
 
-    def __init__(self, model: nn.Module, prefix: str, standing: Sequence[Standing], microbatches: int) -> None:
+    def __init__(
+        self, model: nn.Module, prefix: str, representatives: Sequence[Representative], microbatches: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.placed: list[Placed] = []
         self.phase: Phase = "forward"
         self.microbatch = 0
         self.message_bytes = 0  # the most bytes returned by a block
         self._model, self._microbatches = model, microbatches
-        self._blocks = {f"{prefix}.{i}": each for i, each in enumerate(standing)}
-        self._block: Standing | None = None
+        self._blocks = {f"{prefix}.{i}": each for i, each in enumerate(representatives)}
+        self._block: Representative | None = None
         self._place: Place = "before"
         self._modules: list[str] = [""]  # the modules whose forward runs, outermost first
         self._callers: dict[str, list[str]] = {}  # op -> modules of its forward calls whose backward is still to come
@@ -66,7 +69,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- where in the step
 
     def after_phase(self, phase: Phase) -> None:
-        """Go on to the phase and the microbatch that follow `phase`. Passed to `Ready.run`."""
+        """Go on to the phase and the microbatch that follow `phase`. Passed to `PreparedStep.run`."""
         if self.phase == "gradients":
             return  # a second call with "backward" follows the last microbatch
         if phase == "forward":
@@ -213,6 +216,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
+        if any(issubclass(each, FakeTensor) for each in types):
+            return output  # a DTensor's op runs so once in a process, for the result's shape
         if func.namespace not in ("aten", "prims", "weft") or is_view(func, args, output):
             return output
         products = product_sizes(func, args)
@@ -304,13 +309,14 @@ class _OpWork:
     A kernel reads tensors from outside and writes the results. Values in between are assumed to stay on the chip.
     """
 
-    __slots__ = ("_written", "num_launches", "products", "read")
+    __slots__ = ("_between", "_written", "num_launches", "products", "read")
 
     def __init__(self) -> None:
         self.num_launches = 0
         self.products: list[tuple[int, int, int, int]] = []
         self.read: dict[tuple[Any, ...], Tensor] = {}
         self._written: set[int] = set()  # addresses of the storages of values in between
+        self._between: list[Tensor] = []  # values in between: no later storage gets the address of a freed one
 
     def add(
         self, products: Sequence[tuple[int, int, int, int]], read: Sequence[Tensor], written: Sequence[Tensor]
@@ -321,6 +327,7 @@ class _OpWork:
             storage = each.untyped_storage()._cdata
             if storage not in self._written:
                 self.read[storage, each.storage_offset(), tuple(each.shape)] = each
+        self._between += written
         from_outside = {key[0] for key in self.read}
         self._written |= {each.untyped_storage()._cdata for each in written} - from_outside
 

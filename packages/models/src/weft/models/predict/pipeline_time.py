@@ -69,7 +69,8 @@ def time_pipeline(
     prices = _Prices(trace, chip, stages, compiled=compiled, world=world)
     flow = _flow_of(schedule)
     durations = [
-        prices.of_action(kind, stage, _standing(position, trace.times)) for kind, stage, position in flow.durations
+        prices.of_action(kind, stage, _traced_microbatch(position, trace.times))
+        for kind, stage, position in flow.durations
     ]
     seconds = [math.fsum(each) for each in durations]
     sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=trace.message_bytes)
@@ -98,7 +99,7 @@ def time_pipeline(
 Position = Literal["first", "between", "last"]  # of a microbatch in the step
 
 
-def _standing(position: Position, times: Sequence[int]) -> int:
+def _traced_microbatch(position: Position, times: Sequence[int]) -> int:
     """The number of the trace's microbatch with the work of a schedule's microbatch at `position`."""
     return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
 

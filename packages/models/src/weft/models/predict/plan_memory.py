@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..step.alike import block_names, keep_blocks, signature, standing_blocks
+from ..step.alike import block_names, choose_representatives, copy_blocks, signature
 from ..step.memory import predict_memory
-from ..step.record import StepShape, meta_copy
+from ..step.record import StepShape
 from .bounds import Parameters, layers_of_stages, weights_floor
 from .memory import MemoryParts, compose, memory_parts, stage_peaks
 from .pipeline_time import even_stages
@@ -63,7 +63,7 @@ class PlanMemory:
         return max(weights, self.weights_floor(candidate, gradients=adds) + saved)
 
     def _saved_floor(self, candidate: Candidate) -> float:
-        """A lower bound of the bytes that a block saves for a microbatch.
+        """A lower bound of the bytes that a block saves for a microbatch, with a share of what microbatches share.
 
         The bytes are a + b * tokens: copies of weights in another dtype do not depend on tokens. a and b follow from
         one row and from two. Tensors gathered over "cp" are left out.
@@ -86,8 +86,10 @@ class PlanMemory:
 
     def _saved(self, candidate: Candidate, tp: int, rows: int) -> float:
         sequence = candidate.sequence and tp > 1
-        parts = self._parts_of(Candidate(tp=tp, recompute=candidate.recompute, sequence=sequence), rows)
-        return 0.0 if parts is None else parts.saved_per_block
+        stage: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": RUN_MICROBATCHES}
+        options = stage if candidate.pp > 1 else {}
+        parts = self._parts_of(Candidate(**options, tp=tp, recompute=candidate.recompute, sequence=sequence), rows)
+        return 0.0 if parts is None else parts.saved_per_block + parts.shared_per_block / in_flight(candidate)
 
     def peak(self, candidate: Candidate) -> int:
         """An upper bound of the bytes of the candidate's fullest rank in a step.
@@ -187,10 +189,8 @@ def in_flight(candidate: Candidate) -> float:
 def _shorten(workload: Workload) -> nn.Module | None:
     names = block_names(workload.model, workload.plan_of(Candidate()))
     signatures = [signature(workload.model.get_submodule(name), name) for name in names]
-    if all(len(each.blocks) == 1 for each in standing_blocks(signatures, GATHERED_AHEAD)):
+    if all(len(each.blocks) == 1 for each in choose_representatives(signatures, GATHERED_AHEAD)):
         return None
     if len(names) <= SHORT or len(set(signatures)) > 1:
         return workload.model
-    model = meta_copy(workload.model)
-    keep_blocks(model, names[0].rpartition(".")[0], range(SHORT))
-    return model
+    return copy_blocks(workload.model, names, range(SHORT))

@@ -1,7 +1,7 @@
 """Prices a trace's events on a chip, in seconds: `seconds_of` the device's work, `collective_seconds` of collectives.
 
-No price gets longer where a peak or a bandwidth of the chip gets higher, or a latency lower. Numbers that no rule tells
-are in the chip's file.
+No price gets longer where a peak or a bandwidth of the chip gets higher, or a latency lower. Numbers that follow from
+no rule are in the chip's file.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ from ..parallel.plan import ParallelPlan
 from ..parallel.styles import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from ..step.record import Step
 from .hang_report import Hang
-from .hangs import MOST_RANKS, NoHang, Recorder, find_hang
-from .matching import Event, Issued, Program
+from .hangs import MOST_RANKS, CallRecorder, NoHang, find_hang
+from .matching import CallOrWait, Issued, Program
 
 MOST_KINDS = 512  # each kind costs runs on shapes of its first and last rank
-Listen = Callable[[Recorded], None]  # `Recorder.listen`
-Part = tuple[tuple[int, ...], Layout]  # global shape and layout of a tensor
+Listen = Callable[[Recorded], None]  # `CallRecorder.listen`
+ShapeAndLayout = tuple[tuple[int, ...], Layout]  # global shape and layout of a tensor
 
 
 def check_plan(
@@ -59,13 +59,15 @@ def check_plan(
     if mesh.size <= most_ranks:
         return find_hang([_record(record_rank, mesh, rank)[0] for rank in sorted(mesh)])
     recorded: dict[int, Program] = {}
-    parts: dict[int, list[Part]] = {}
+    tensors_of_stages: dict[int, list[ShapeAndLayout]] = {}
     for index in range(_size(mesh, PIPELINE_AXIS)):
         rank = _ranks_of_stage(mesh, index)[0]
         recorded[rank], step = _record(record_rank, mesh, rank)
         layouts = ((step.shapes[name], layout) for name, layout in step.layouts.items())
-        parts[index] = list(dict.fromkeys((shape, layout) for shape, layout in layouts if layout is not None))
-    kind_at = _equal_positions(mesh, plan, parts, batch)
+        tensors_of_stages[index] = list(
+            dict.fromkeys((shape, layout) for shape, layout in layouts if layout is not None)
+        )
+    kind_at = _equal_positions(mesh, plan, tensors_of_stages, batch)
     while True:
         kinds = Kinds.of(mesh, kind_at)
         comparison = _Comparison(record_rank, mesh, kinds, recorded)
@@ -78,7 +80,7 @@ def check_plan(
                 f"up to {most_ranks} ranks, where all ranks are recorded"
             )
         _divide(kind_at, *difference)
-        _refine_divided(kind_at, mesh, plan, parts)
+        _refine_divided(kind_at, mesh, plan, tensors_of_stages)
     programs = [kinds.relabel(recorded[rank]) for rank in kinds.ends]
     found = find_hang(programs, ranks=mesh.size, kinds=len(programs))
     return replace(found, recorded=len(recorded)) if isinstance(found, NoHang) else found
@@ -119,10 +121,10 @@ class _Comparison:
         assert coordinate is not None, "the rank is one of the mesh"
         return coordinate
 
-    def _events_at(self, place: Mapping[str, int]) -> tuple[Event, ...]:
+    def _events_at(self, place: Mapping[str, int]) -> tuple[CallOrWait, ...]:
         return self._events(self.mesh.rank_at(**place))
 
-    def _events(self, rank: int) -> tuple[Event, ...]:
+    def _events(self, rank: int) -> tuple[CallOrWait, ...]:
         if rank not in self.recorded:
             self.recorded[rank] = _record(self.record_rank, self.mesh, rank)[0]
         return self.kinds.relabel(self.recorded[rank]).events
@@ -135,7 +137,7 @@ def _divide(kind_at: dict[str, list[int]], axis: str, first: int, position: int)
 
 
 def _record(record_rank: Callable[[int, Listen], Step], mesh: ProcessMesh, rank: int) -> tuple[Program, Step]:
-    recorder = Recorder(mesh.size, _record.__code__)
+    recorder = CallRecorder(mesh.size, _record.__code__)
     step = record_rank(rank, recorder.listen)
     return Program(rank, tuple(recorder.events)), step
 
@@ -185,7 +187,7 @@ class Kinds:
         """
         known: dict[Issued, Issued] = {}
         places: dict[str, tuple[int, ...]] = {}  # of each group after relabelling, the group's ranks before
-        events: list[Event] = []
+        events: list[CallOrWait] = []
         for event in program.events:
             if isinstance(event, Issued) and event not in known:
                 known[event] = self._relabel_call(event, program.rank)
@@ -226,15 +228,18 @@ class Kinds:
 
 
 def _equal_positions(
-    mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]], batch: tuple[int, int]
+    mesh: ProcessMesh,
+    plan: ParallelPlan,
+    tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]],
+    batch: tuple[int, int],
 ) -> dict[str, list[int]]:
     """Which positions along an axis hold equal parts, as `kind_at` of `Kinds.of`.
 
-    parts: by position along "pp", the parameters of the stage. batch: as for `check_plan`.
+    tensors_of_stages: by position along "pp", the parameters of the stage there. batch: as for `check_plan`.
     """
     axes = [axis for axis in mesh.axis_names if axis != PIPELINE_AXIS]
     kind_at: dict[str, list[int]] = {axis: [0] * mesh.axis_size(axis) for axis in axes}
-    shapes = _uneven_shapes(mesh, parts, batch)
+    shapes = _uneven_shapes(mesh, tensors_of_stages, batch)
     if shapes:
         coordinates = {rank: mesh.coordinate(rank) or {} for rank in mesh}
         for axis in axes:
@@ -245,27 +250,30 @@ def _equal_positions(
             kind_at[axis] = [of_kind.setdefault(tuple(shapes_at[i]), i) for i in range(mesh.axis_size(axis))]
     for axis in _axes_of_uneven_tokens(mesh, plan, batch[1]):
         kind_at[axis] = list(range(mesh.axis_size(axis)))
-    _refine_divided(kind_at, mesh, plan, parts)
+    _refine_divided(kind_at, mesh, plan, tensors_of_stages)
     return kind_at
 
 
 def _refine_divided(
-    kind_at: dict[str, list[int]], mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]]
+    kind_at: dict[str, list[int]],
+    mesh: ProcessMesh,
+    plan: ParallelPlan,
+    tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]],
 ) -> None:
     """Apply `_refine` to each of the `_divided_axes`. Changes `kind_at`."""
-    for folded, size in _divided_axes(mesh, plan, parts):
+    for folded, size in _divided_axes(mesh, plan, tensors_of_stages):
         _refine(kind_at, folded, size)
 
 
 def _uneven_shapes(
-    mesh: ProcessMesh, parts: Mapping[int, Sequence[Part]], batch: tuple[int, int]
+    mesh: ProcessMesh, tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]], batch: tuple[int, int]
 ) -> dict[int, tuple[int, ...]]:
     """By rank, the local sizes of all parameters and batches that are cut unevenly; {} where all are cut evenly."""
     found: dict[int, tuple[int, ...]] = {}
     uneven_anywhere = False
-    for index, tensors in parts.items():
+    for index, tensors in tensors_of_stages.items():
         ranks = _ranks_of_stage(mesh, index)
-        rows: list[Part] = []
+        rows: list[ShapeAndLayout] = []
         if DATA_AXIS in mesh.axis_names:
             rows = [(batch, Layout(mesh, {DATA_AXIS: Shard(0)}))]
         uneven = [each for each in (*tensors, *rows) if _is_uneven(*each)]
@@ -284,7 +292,7 @@ def _local_shape(shape: Sequence[int], layout: Layout, rank: int) -> Iterable[in
 
 
 def _divided_axes(
-    mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]]
+    mesh: ProcessMesh, plan: ParallelPlan, tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]]
 ) -> list[tuple[tuple[str, ...], int]]:
     """Axes on which some groups span a part of the axis only: (the axes, consecutive ranks in a part).
 
@@ -294,7 +302,7 @@ def _divided_axes(
     if plan.experts is not None:
         folded = tuple(axis for axis in folded_axes(mesh, plan.experts) if mesh.axis_size(axis) > 1)
         divided.append((folded, plan.experts.size))
-    meshes = {layout.mesh for tensors in parts.values() for _, layout in tensors}
+    meshes = {layout.mesh for tensors in tensors_of_stages.values() for _, layout in tensors}
     copies = {each.axis_size(COPIES_AXIS) for each in meshes if COPIES_AXIS in each.axis_names}
     return divided + [((TENSOR_AXIS,), size) for size in sorted(copies)]
 

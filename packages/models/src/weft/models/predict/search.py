@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 
-class Ordered(Protocol):
-    """The interface of a candidate."""
+class HasComplexity(Protocol):
+    """The interface of a candidate, for the order of results."""
 
     @property
     def complexity(self) -> tuple[int, ...]:
         """Orders candidates of equal seconds, simpler first. No two candidates have the same complexity."""
 
 
-C = TypeVar("C", bound=Ordered)
+C = TypeVar("C", bound=HasComplexity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def search(
     """
     eager = [bound for bound in bounds if bound.is_eager]
     if list(bounds[: len(eager)]) != eager:
-        raise ValueError("search: a bound that is eager follows one that is not; give the eager ones first")
+        raise ValueError("search: an eager bound comes after a bound that is not eager; give the eager bounds first")
     begin = clock()
     cut: Counter[str] = Counter()
     queue: list[tuple[float, tuple[int, ...], int, str, C]] = []

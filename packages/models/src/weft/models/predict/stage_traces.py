@@ -105,7 +105,6 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
     """The trace whose numbers are the weighted sums of the traces' numbers, rounded down.
 
     None for traces that differ in events, and not in numbers alone.
-
     sizes: of the mesh's axes, outermost first, for the groups of collectives.
     """
     divisor = math.lcm(*(weight.denominator for weight in weights))

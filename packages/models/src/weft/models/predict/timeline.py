@@ -78,7 +78,6 @@ def time_step(
     own, and waits for collectives.
     A collective starts after all work issued earlier, and after earlier collectives of the group. Collectives of
     several groups share the links of a level. While links carry bytes, the device is slower by the level's `slowdown`.
-
     compiled: whether torch's own ops are fused and the host takes no time: see `price.fuse`.
     world: ranks in the run, for `Chip.levels_of`.
     keep_spans: whether to list the spans of all followed copies.

@@ -19,9 +19,9 @@ from ..parallel import ParallelPlan
 from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
-from ..step.alike import Standing, block_names, keep_standing_blocks
+from ..step.alike import Representative, block_names, copy_blocks, representatives_of
 from ..step.communication import Phase
-from ..step.record import StepShape, meta_copy, on_shapes
+from ..step.record import StepShape, on_shapes
 from .events import Segment, Trace
 from .observer import Observer, Place, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
@@ -46,8 +46,8 @@ def trace_step(
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
     traces.
-    The step is the rank's second. The first, of two microbatches, makes tables, of rotary angles for instance, and
-    finds the order of gathers and the layouts of summed gradients.
+    The step is the rank's second. The first, of one microbatch, makes tables, of rotary angles for instance, and finds
+    the order of gathers and the layouts of summed gradients.
     On a mesh with "pp" the trace is of a single stage with all blocks, on the mesh without "pp"; `Segment.blocks` tells
     the stages apart. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
@@ -66,14 +66,14 @@ def trace_step(
         rows, *sizes = shape.batch
         assert not isinstance(rows, Tensor), "tensors are not divided into microbatches"
         shape = replace(shape, batch=(rows // count * len(times), *sizes), microbatches=len(times))
-    model, names, standing = reduce_model(model, plan) if reduced is None else reduced
+    model, names, representatives = reduce_model(model, plan) if reduced is None else reduced
     prefix = names[0].rpartition(".")[0] if names else ""
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)  # no bucket spans two blocks
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
-        replace(ready, microbatches=ready.microbatches[:2]).run(lambda phase: None, clip_norm=clip_norm)
+        replace(ready, microbatches=ready.microbatches[:1]).run(lambda phase: None, clip_norm=clip_norm)
         ready.model.zero_grad()
-        observer = Observer(ready.model, prefix, standing, len(times))
+        observer = Observer(ready.model, prefix, representatives, len(times))
         ready.recorded.listener = observer.on_call
         with observer, observer.modules_followed(), observing(observer.on_op):
             ready.run(observer.after_phase, clip_norm=clip_norm)
@@ -94,22 +94,22 @@ def trace_step(
 
 
 class Reduced(NamedTuple):
-    """A model on the meta device with only the standing blocks (`standing_blocks`). Made by `reduce_model`."""
+    """A model on the meta device with only the representatives of alike blocks. Made by `reduce_model`."""
 
     model: nn.Module
     names: list[str]  # of all blocks
-    standing: list[Standing]
+    representatives: list[Representative]
 
 
 def reduce_model(model: nn.Module, plan: ParallelPlan) -> Reduced:
     """Copy the model on the meta device, with few of the alike blocks."""
-    model = meta_copy(model)
     names = block_names(model, plan)
-    return Reduced(model, names, keep_standing_blocks(model, names, GATHERED_AHEAD if plan.zero == 3 else 1))
+    representatives = representatives_of(model, names, GATHERED_AHEAD if plan.zero == 3 else 1)
+    return Reduced(copy_blocks(model, names, [each.number for each in representatives]), names, representatives)
 
 
 def _segments(placed: Sequence[Placed]) -> Iterator[Segment]:
-    def part(each: Placed) -> tuple[Phase, int, Standing | None, Place]:
+    def part(each: Placed) -> tuple[Phase, int, Representative | None, Place]:
         return each.phase, each.microbatch, each.block, each.place
 
     for (phase, microbatch, block, place), group in groupby(placed, part):

@@ -1,4 +1,4 @@
-"""`Workload`: a training step to plan, and its traces under candidates, each trace made once for all that share it."""
+"""`Workload`: a training step to plan, and the step's traces under candidates. Candidates share traces."""
 
 from __future__ import annotations
 

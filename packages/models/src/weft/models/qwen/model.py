@@ -22,5 +22,5 @@ class Qwen(Decoder[QwenConfig]):
     """
 
     def parallel_plan(self) -> ParallelPlan:
-        """The plan that `parallelize` uses by default."""
+        """The default plan of `parallelize`."""
         return replace(PLAN, windows=self.windows)

@@ -14,8 +14,8 @@ from ..mixture_config import MixtureConfig
 class QwenMoeConfig(MixtureConfig):
     """Sizes and constants of a Qwen 3 with experts. Raises ValueError where sizes or options do not fit together.
 
-    The options from `router_score` on go beyond Hugging Face's Qwen3Moe: a model with one of them is saved with
-    model_type weft_moe, which Weft alone reads.
+    The options from `router_score` on go beyond Hugging Face's Qwen3Moe: a model with any of these options is saved
+    with model_type weft_moe, which Weft alone reads.
     """
 
     moe_intermediate_size: int
@@ -39,7 +39,7 @@ class QwenMoeConfig(MixtureConfig):
     router_bias_rate: float = 0.0
     """Above 0: balance experts by a bias in the choice, changed by this rate after each step, as in DeepSeek-V3."""
     expert_groups: Annotated[tuple[int, int] | None, shown("GROUPS CHOSEN", "no groups")] = None
-    """Groups of experts, and of how many groups a token's experts are chosen."""
+    """The number of groups of experts, and the number of groups from which a token's experts are chosen."""
     shared_expert_size: int = 0
     """Width inside a further expert that every token passes; 0: none."""
     shared_expert_gate: bool = False
@@ -74,7 +74,7 @@ class QwenMoeConfig(MixtureConfig):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers with a mixture of experts, in order; the others are dense."""
+        """The numbers of the layers with a mixture of experts, ascending; the rest are dense."""
         step, dense = self.decoder_sparse_step, self.mlp_only_layers
         return tuple(i for i in range(self.num_layers) if (i + 1) % step == 0 and i not in dense)
 
@@ -85,7 +85,7 @@ class QwenMoeConfig(MixtureConfig):
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether the options are those of Hugging Face's Qwen3Moe."""
+        """Whether Hugging Face's Qwen3Moe has the options in use."""
         plain = ExpertOptions(
             intermediate_size=self.moe_intermediate_size,
             num_experts=self.num_experts,

@@ -1,6 +1,6 @@
 """A pipeline schedule as a value: each rank's actions in order, their times, and a picture.
 
-`NAMES` lists the schedules by name, and `bubble_formula` gives the share of time that each leaves idle.
+`NAMES` lists the schedules by name, and `bubble_formula` gives the idle share of a schedule's time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SLOTS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
-    """One unit of a rank's work: the forward or backward of a microbatch on a stage."""
+    """A unit of a rank's work: the forward or backward of a microbatch on a stage."""
 
     kind: Kind  # F: forward. B: backward. Or the halves of a backward: I, the input gradient; W, the weight gradients.
     stage: int  # from 0, over the whole pipeline, in the order of data
@@ -108,9 +108,9 @@ class Schedule:
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     def in_flight(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, counting a microbatch once for each stage.
+        """The most activations held at once by each rank, counting a microbatch once for each stage.
 
-        An activation is held from its F to its B, or to its W.
+        An activation is held from the F of the microbatch on the stage to the B, or to the W.
         """
         most = []
         for actions in self.actions:
@@ -126,7 +126,7 @@ class Schedule:
 
 
 def prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
-    """The actions that must end before this action begins. A backward is named B, also where it is taken as I and W."""
+    """The actions that must end before this action begins; a backward is given as B, even if split into I and W."""
     kind, stage, microbatch = action
     if kind == "F" and stage:
         yield Action("F", stage - 1, microbatch)
@@ -139,7 +139,7 @@ def prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
 
 
 def as_prerequisite(action: Action) -> Action:
-    """The action as `prerequisites` names it: I becomes B, since other stages need only the input gradient of a B."""
+    """The action as named by `prerequisites`: I becomes B, since neighboring stages need only a B's input gradient."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
@@ -148,7 +148,7 @@ class DeadlockError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTimeline:
     """When each action of a schedule begins and ends. Made by `simulate`."""
 
     schedule: Schedule
@@ -160,7 +160,7 @@ class Timeline:
         return max(span[-1][2] for span in self.spans if span)
 
     def idle(self, rank: int) -> float:
-        """The time in which a rank does nothing, including the time before its first action and after its last."""
+        """The time in which a rank does nothing, from the beginning of the step to the end."""
         return self.length - sum(end - begin for _, begin, end in self.spans[rank])
 
 
@@ -168,13 +168,13 @@ def simulate(
     schedule: Schedule,
     duration: Callable[[Action], float] = lambda action: SLOTS[action.kind],
     sends: Sends = "buffered",
-) -> Timeline:
-    """The times of all actions, each beginning as soon as its rank is free and its inputs are there.
+) -> ScheduleTimeline:
+    """The times of all actions. An action begins as soon as the rank is free and the inputs are there.
 
     duration: of an action; slots by default.
-    sends: "buffered": a rank goes on as soon as it has sent. "blocking": a rank goes on when its message is
-        received. A stage receives one message ahead in each direction: a message is received when the action that
-        uses the previous message begins.
+    sends: "buffered": a rank goes on after a send at once. "blocking": a rank goes on when the message is received.
+        A stage receives a message ahead in each direction: a message is received when the action begins that uses
+        the previous message.
     Raises DeadlockError where no rank can go on.
     """
     ends: dict[Action, float] = {}
@@ -206,7 +206,7 @@ def simulate(
         if not progressed:
             stuck = ", ".join(f"rank {rank} before {own[-1]}" for rank, own in enumerate(remaining) if own)
             raise DeadlockError(f"schedule {schedule.name!r} with {sends} sends: {stuck} wait for each other")
-    return Timeline(schedule, tuple(map(tuple, spans)))
+    return ScheduleTimeline(schedule, tuple(map(tuple, spans)))
 
 
 def _previous_users(schedule: Schedule) -> dict[Action | None, Action]:
@@ -214,10 +214,10 @@ def _previous_users(schedule: Schedule) -> dict[Action | None, Action]:
     previous: dict[Action | None, Action] = {}
     last: dict[tuple[int, str], Action] = {}
     for action in (as_prerequisite(action) for actions in schedule.actions for action in actions if action.kind != "W"):
-        way = (action.stage, action.kind)
-        if way in last:
-            previous[action] = last[way]
-        last[way] = action
+        direction = (action.stage, action.kind)
+        if direction in last:
+            previous[action] = last[direction]
+        last[direction] = action
     return previous
 
 
@@ -251,7 +251,7 @@ def draw_schedule(schedule: Schedule) -> str:
     return "\n".join([*lines, bubble_text(timeline)])
 
 
-def bubble_text(timeline: Timeline) -> str:
+def bubble_text(timeline: ScheduleTimeline) -> str:
     """The idle slots of a rank, as counted, and the idle share by the formula."""
     schedule = timeline.schedule
     idle = sorted({int(timeline.idle(rank)) for rank in range(schedule.ranks)})

@@ -1,13 +1,15 @@
-"""Finds a model's alike blocks: in a run on shapes, few blocks run and stand for all."""
+"""Finds a model's alike blocks, and copies few: in a run on shapes, few blocks run and stand for all."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..parallel.plan import ParallelPlan
 
@@ -16,15 +18,15 @@ LONGEST_PERIOD = 8  # most blocks in a repeated pattern; five with a window and 
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A block to run in place of several alike blocks."""
+class Representative:
+    """A block which runs in place of several alike blocks."""
 
     number: int  # in the whole model
-    blocks: tuple[int, ...]  # numbers of all blocks for which the block stands, `number` included
+    blocks: tuple[int, ...]  # numbers of the alike blocks that the run of this block covers, `number` included
 
 
-def standing_blocks(signatures: Sequence[Hashable], ahead: int = 1) -> list[Standing]:
-    """Choose the blocks to run, in order. Each block of the model is in `blocks` of exactly one result.
+def choose_representatives(signatures: Sequence[Hashable], ahead: int = 1) -> list[Representative]:
+    """Choose the blocks to run, in order. Each block of the model is in the `blocks` of exactly one representative.
 
     Looks for repeated patterns of up to `LONGEST_PERIOD` blocks. At both ends of a repetition each pattern runs;
     in the middle, a single pattern runs for all.
@@ -32,19 +34,19 @@ def standing_blocks(signatures: Sequence[Hashable], ahead: int = 1) -> list[Stan
     ahead: how far apart a block still changes another block's work, as by a gather ahead of time. At least this many
         blocks run at each end of a repetition.
     """
-    found: list[Standing] = []
+    found: list[Representative] = []
     start = 0
     while start < len(signatures):
         period, count = _longest_repetition(signatures[start:], ahead)
         side = -(-ahead // period)
         if count <= 2 * side + 1:
-            found.append(Standing(start, (start,)))
+            found.append(Representative(start, (start,)))
             start += 1
             continue
         for repetition in (*range(side + 1), *range(count - side, count)):
             many = range(side, count - side) if repetition == side else (repetition,)
             found += [
-                Standing(start + repetition * period + i, tuple(start + each * period + i for each in many))
+                Representative(start + repetition * period + i, tuple(start + each * period + i for each in many))
                 for i in range(period)
             ]
         start += period * count
@@ -70,7 +72,8 @@ def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
     [] where the modules matching are not the members of a single list: then the whole model runs.
     """
     names = [name for name, _ in model.named_modules() if any(fnmatchcase(name, each) for each in plan.blocks)]
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    matching = set(names)
+    outermost = [name for name in names if matching.isdisjoint(_ancestors(name))]
     parents = {name.rpartition(".")[0] for name in outermost}
     if len(parents) != 1:
         return []
@@ -81,24 +84,53 @@ def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
     return outermost
 
 
-def keep_standing_blocks(model: nn.Module, names: Sequence[str], ahead: int) -> list[Standing]:
-    """Remove all blocks of the model for which another block stands. Returns the remaining blocks; [] for no names.
+def _ancestors(name: str) -> Iterator[str]:
+    """The names of the modules around a module, outermost first; without the model's own name, ""."""
+    for index, character in enumerate(name):
+        if character == ".":
+            yield name[:index]
 
-    names: from `block_names`. ahead: as for `standing_blocks`.
+
+def representatives_of(model: nn.Module, names: Sequence[str], ahead: int) -> list[Representative]:
+    """The blocks of the model to run in place of all; [] for no names.
+
+    names: from `block_names`. ahead: as for `choose_representatives`.
     """
-    if not names:
-        return []
-    standing = standing_blocks([signature(model.get_submodule(name), name) for name in names], ahead)
-    keep_blocks(model, names[0].rpartition(".")[0], [each.number for each in standing])
-    return standing
+    return choose_representatives([signature(model.get_submodule(name), name) for name in names], ahead)
 
 
-def keep_blocks(model: nn.Module, name: str, numbers: Sequence[int]) -> None:
-    """Replace the model's nn.ModuleList `name` by a list of the members at `numbers`."""
-    parent, _, own = name.rpartition(".")
-    holder = model.get_submodule(parent)
-    members = getattr(holder, own)
-    setattr(holder, own, nn.ModuleList([members[number] for number in numbers]))
+def copy_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) -> nn.Module:
+    """A copy of the model on the meta device, of whose blocks only those at `numbers` are left.
+
+    names: from `block_names`; [] for a copy of the whole model.
+    """
+    return meta_copy(model, {names[0].rpartition(".")[0]: numbers} if names else None)
+
+
+def meta_copy(model: nn.Module, blocks: Mapping[str, Sequence[int]] | None = None) -> nn.Module:
+    """A copy of the model on the meta device; never copies data, and keeps tied parameters tied.
+
+    blocks: for an nn.ModuleList by name, the numbers of the members to copy, in order; None: the whole model.
+    """
+    copies: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name} of {type(model).__name__} is a DTensor: the model is parallel already; record it "
+                f"before parallelize, or a model of the same config built under torch.device('meta')"
+            )
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for module in model.modules():
+        tensors = (
+            *module.buffers(recurse=False),
+            *(each for each in vars(module).values() if isinstance(each, Tensor)),
+        )
+        copies |= {id(each): each.detach().to("meta") for each in tensors}
+    for name, numbers in (blocks or {}).items():
+        members = model.get_submodule(name)
+        assert isinstance(members, nn.ModuleList), "blocks are the members of a list"
+        copies[id(members)] = nn.ModuleList([copy.deepcopy(members[number], copies) for number in numbers])
+    return copy.deepcopy(model, copies)
 
 
 def signature(block: nn.Module, block_name: str) -> Hashable:

@@ -50,9 +50,9 @@ def weight_criterion(
     - A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless the criterion gets the whole
       batch at once: one microbatch whose targets are not sharded.
     - A criterion with an unset `denominator` and a reduction other than "sum" is passed the number of tokens (or the
-      sum of their weights) in the whole batch. With one microbatch: only if `targets` is plain, the microbatch's
-      targets are a DTensor, and no `weight` is given; else the criterion counts by itself. The tokens are counted
-      before the step: inside the criterion, all ranks would wait for each other between forward and backward.
+      sum of the tokens' weights) in the whole batch. The tokens are counted before the step: inside the criterion, all
+      ranks would wait for each other between forward and backward. With a single microbatch the criterion counts by
+      itself, except where `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is given.
     - Any further criterion is returned unchanged.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """

@@ -105,7 +105,7 @@ def find_gradients(
     with traced("sync"):
         loss_sum = loss_sum or _start_sum(results, parameter)
         sync.wait()
-        found = _Found.of(loss_sum.wait(), add_results(results))
+        found = _StepSums.of(loss_sum.wait(), add_results(results))
         if pipeline is not None:
             pipeline.add_shared(model)
             found = _sum_over_stages(pipeline, model, criterion, found)
@@ -125,7 +125,7 @@ def _start_sum(results: list[LossWithParts], parameter: Tensor) -> LossSum:
     return LossSum(losses, parameter.device, parameter.dtype, add_results(results).addends)
 
 
-class _Found(NamedTuple):
+class _StepSums(NamedTuple):
     """A step's loss and the parts of the loss, summed over microbatches and ranks."""
 
     loss: Tensor
@@ -134,7 +134,7 @@ class _Found(NamedTuple):
     load: Tensor | None  # [layers with experts, E]
 
     @classmethod
-    def of(cls, values: Tensor, parts: StepParts) -> _Found:
+    def of(cls, values: Tensor, parts: StepParts) -> _StepSums:
         """Cuts the sums over ranks into the loss and the parts.
 
         values: the result of `LossSum.wait`: the loss, then the parts' addends. parts: of this rank, for the shapes.
@@ -158,7 +158,7 @@ class _Found(NamedTuple):
         return RouterReport(balance=self.routers[0], z=self.routers[1:], load=self.load)
 
 
-def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion, found: _Found) -> _Found:
+def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion, found: _StepSums) -> _StepSums:
     """The last stage's `found`, on the ranks of all stages.
 
     Communication: an all-reduce over "pp". Earlier stages know the number of sums from the criterion, and the load's
@@ -171,7 +171,7 @@ def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion,
         shapes[1:] = [(1 + layers,), (layers, config.num_experts)]
     sizes = [math.prod(shape) for shape in shapes]
     if not sum(sizes):
-        return _Found(pipeline.sum_over_stages(loss), None, None, None)
+        return _StepSums(pipeline.sum_over_stages(loss), None, None, None)
     parts = [
         loss.new_zeros(size) if part is None else part.flatten().to(loss.dtype)[:size]
         for part, size in zip(found[1:], sizes, strict=True)
@@ -179,7 +179,7 @@ def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion,
     values = pipeline.sum_over_stages(torch.cat([loss[None], *parts]))
     split = torch.split(values[1:], sizes)
     whole = [part.view(shape) if size else None for part, shape, size in zip(split, shapes, sizes, strict=True)]
-    return _Found(values[0], *whole)
+    return _StepSums(values[0], *whole)
 
 
 @with_fixed_parameters

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,12 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from weft.kernels.extension import sharing_casts
 from weft.reshard.extension import gathering_units, memory_of, tensors_of
 
 from ..parallel.parallelize import pipeline_of
 from .communication import Phase
 from .live_storages import BEFORE, LiveStorages, Storage
-from .record import Ready
+from .record import PreparedStep
 
 Device = Literal["cpu", "cuda"]
 KINDS = (  # uses of memory: the fields of `Peak` in bytes
@@ -89,11 +91,12 @@ def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes that a microbatch saves for backward."""
+    """Bytes that a microbatch saves for backward, without those of earlier microbatches."""
 
     before: int  # before the first block
     inside: int  # in all blocks together
     after: int  # after the last block
+    shared: int  # in all blocks together, of an earlier microbatch: casts of parameters
     message: int  # the largest tensor saved before the first block: [B, T, H], as sent between stages
 
 
@@ -123,14 +126,17 @@ class FollowedStep:
         return is_new and self.live.phase_at(each.born) in phases
 
     def saved_of_microbatch(self) -> SavedBytes:
-        """The bytes saved for backward at the end of the first microbatch's forward."""
-        end = next(moment for moment, phase in self.live.marks if phase == "forward")
-        saved = [each for each in self._alive(end) if self._is_saved(each)]
+        """The bytes saved for backward at the end of the last microbatch's forward."""
+        number = max(number for number, (_, phase) in enumerate(self.live.marks) if phase == "forward")
+        begin, end = self.live.marks[number - 1][0] if number else 0, self.live.marks[number][0]
+        held = [each for each in self._alive(end) if self._is_saved(each)]
+        saved = [each for each in held if each.born > begin]
         before = [each.nbytes for each in saved if each.place == BEFORE]
         return SavedBytes(
             before=sum(before),
             inside=sum(each.nbytes for each in saved if BEFORE < each.place < self.num_blocks),
             after=sum(each.nbytes for each in saved if each.place >= self.num_blocks),
+            shared=sum(each.nbytes for each in held if each.born <= begin and BEFORE < each.place < self.num_blocks),
             message=max(before, default=0),
         )
 
@@ -190,17 +196,19 @@ class FollowedStep:
 
 
 def follow_step(
-    ready: Ready,
+    ready: PreparedStep,
     by_parameter: Mapping[str, Memory],
     *,
     clip_norm: float | None = None,
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    has_shared_casts: bool = False,
 ) -> FollowedStep:
     """Run the step twice on shapes, and follow the storages of the second run.
 
     The first run makes the tensors kept between steps: buffers and optimizer states.
-    by_parameter: bytes between steps, by name. Further arguments: as for `predict_memory`.
+    by_parameter: bytes between steps, by name. has_shared_casts: whether the microbatches of a model without stages
+        share the casts of parameters, as those of a stage do. Further arguments: as for `predict_memory`.
     """
     model, pipeline = ready.model, pipeline_of(ready.model)
     optimizer = None if make_optimizer is None else make_optimizer(model)
@@ -218,7 +226,9 @@ def follow_step(
             pipeline.finish_sends()
         live.mark(phase)
 
-    ready.run(lambda phase: None, clip_norm=clip_norm)
+    casts = sharing_casts if has_shared_casts else nullcontext
+    with casts():
+        ready.run(lambda phase: None, clip_norm=clip_norm)
     end_step()
     if optimizer is not None:
         states = {name: _nbytes(optimizer.state[each].values()) for name, each in model.named_parameters()}
@@ -237,7 +247,8 @@ def follow_step(
     live.adopt(model.buffers(), "workspace")
     live.adopt(tensors_of([(each.args, each.kwargs, each.targets) for each in ready.microbatches]), "workspace")
     with live:
-        ready.run(after_phase, clip_norm=clip_norm)
+        with casts():
+            ready.run(after_phase, clip_norm=clip_norm)
         for name, parameter in own_parameters.items():
             if parameter.grad is not None:
                 live.relabel([parameter.grad], "gradients", places[name])

@@ -125,11 +125,8 @@ def divide_batch(
         elif mesh_and_plan is not None:
             mesh, plan = mesh_and_plan
             extras = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
-            compiled = is_compiled(model)
             # targets as an input of the model: their losses are then its output
-            batch = lay_out_batch(
-                *(mesh, plan, own_tokens, own_targets), numbers=kwargs.pop("targets", None), compiled=compiled, **extras
-            )
+            batch = lay_out_batch(*(mesh, plan, own_tokens, own_targets), numbers=kwargs.pop("targets", None), **extras)
             own_tokens, own_targets = batch.tokens, batch.targets
             kwargs |= {} if batch.numbers is None else {"targets": batch.numbers}
             kwargs |= {name: value for name in extras if (value := getattr(batch, name)) is not None}

@@ -148,12 +148,17 @@ def follow_model(
     clip_norm: float | None = None,
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    has_shared_casts: bool = False,
 ) -> FollowedStep:
     """Follow the storages of a step on shapes. Called by `predict_memory` and `memory_parts`.
 
-    shape: with a rank in the mesh. Further arguments and errors: as for `predict_memory`.
+    shape: with a rank in the mesh. has_shared_casts: as for `follow_step`. Further arguments and errors: as for
+    `predict_memory`.
     """
     by_parameter = _bytes_of_parameters(model, as_mesh(mesh), plan, rank=shape.rank, states=states)
     with meta_as_cpu() if device == "cpu" else nullcontext(), on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "the rank is in the mesh"
-        return follow_step(ready, by_parameter, clip_norm=clip_norm, device=device, make_optimizer=make_optimizer)
+        return follow_step(
+            *(ready, by_parameter),
+            clip_norm=clip_norm, device=device, make_optimizer=make_optimizer, has_shared_casts=has_shared_casts,
+        )  # fmt: skip

@@ -16,14 +16,14 @@ from ..parallel.pipeline.messages import form_of
 from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
 from ..parallel.plan import exact_of, without_pipeline
 from ..parallel.resolve import module_plans_of
-from .alike import Standing, keep_blocks, signature, standing_blocks
+from .alike import Representative, choose_representatives, copy_blocks, signature
 
 Criterion = Callable[..., Any]
 Forms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind
 
 
 def message_forms(
-    make_copy: Callable[[], nn.Module],
+    model: nn.Module,
     pipeline: Pipeline,
     plan: ParallelPlan,
     microbatch: Microbatch,
@@ -33,30 +33,29 @@ def message_forms(
 ) -> Forms:
     """Find the forms of all messages, by running all stages at this rank's place in the stage mesh. Called by `record`.
 
-    make_copy: makes a copy of the model, not laid out, on the meta device. microbatch, criterion: of the run.
+    model: not parallel. microbatch, criterion: of the run.
     few_blocks: run only few of the alike blocks. Where their outputs, or gradients of outputs, differ in form, all
         blocks run after all.
     """
     layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
     boundaries = [start - 1 for start, _ in ranges[1:]]  # numbers of the layers whose outputs are messages
     plan = without_pipeline(plan)
-    model = make_copy()
-    everything = [Standing(number, (number,)) for number in range(len(layers))]
-    standing, kinds = everything, list(range(len(layers)))
+    everything = [Representative(number, (number,)) for number in range(len(layers))]
+    representatives, kinds = everything, list(range(len(layers)))
     if few_blocks:
         styles = _styles_of(model, plan)
         signatures = [(signature(model.get_submodule(name), name), _of_block(styles, name)) for name in layers]
         numbers = {each: number for number, each in enumerate(dict.fromkeys(signatures))}
         kinds = [numbers[each] for each in signatures]
-        standing = standing_blocks(kinds)
-        keep_blocks(model, layers[0].rpartition(".")[0], [each.number for each in standing])
-    outputs, gradients = _run(model, pipeline, plan, microbatch, criterion, len(standing), layers[0])
+        representatives = choose_representatives(kinds)
+    copied = copy_blocks(model, layers if few_blocks else [], [each.number for each in representatives])
+    outputs, gradients = _run(copied, pipeline, plan, microbatch, criterion, len(representatives), layers[0])
     of_kind: dict[int, tuple[Any, Any]] = {}
-    for i, each in enumerate(standing[:-1]):  # the model reads the last block's output
+    for i, each in enumerate(representatives[:-1]):  # the model reads the last block's output
         form = outputs[i], gradients[i]
-        if of_kind.setdefault(kinds[each.number], form) != form and standing is not everything:
-            return message_forms(make_copy, pipeline, plan, microbatch, criterion, few_blocks=False)
-    place = {number: i for i, each in enumerate(standing) for number in each.blocks}
+        if of_kind.setdefault(kinds[each.number], form) != form and representatives is not everything:
+            return message_forms(model, pipeline, plan, microbatch, criterion, few_blocks=False)
+    place = {number: i for i, each in enumerate(representatives) for number in each.blocks}
     forms: Forms = {}
     for stage, layer in enumerate(boundaries, 1):
         forms["F", stage] = {microbatch.kind: outputs[place[layer]]}

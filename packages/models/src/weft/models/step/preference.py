@@ -30,6 +30,7 @@ from ..preference_losses import (
     check_judged_options,
     check_pair_options,
     check_positive,
+    divides_by_length,
     dpo,
     implicit_rewards,
     kto,
@@ -114,7 +115,7 @@ class DPOCriterion:
     def __call__(self, output: Tensor, targets: PreferenceTargets) -> LossWithParts:
         sums = log_probabilities_of(output, targets, self.num_documents)
         policy, lengths = _local_rows(sums), None
-        if self.length_normalized or self.loss == "ipo":
+        if divides_by_length(self.loss, self.length_normalized):
             counts = document_sums(_is_learned(targets.targets), targets.numbers, self.num_documents)
             lengths = _local_rows(counts)
         if _is_outside(sums):
@@ -135,8 +136,7 @@ class DPOCriterion:
             denominator=self.denominator,
         )
         with torch.no_grad():
-            rewards = implicit_rewards(policy, reference, self.beta)
-            rewards = rewards if lengths is None else rewards / lengths.clamp(min=1)
+            rewards = implicit_rewards(policy, reference, self.beta, lengths)
             chosen, rejected = torch.where(valid[..., None], rewards, 0).unbind(-1)
             margin = chosen - rejected
             each = (chosen, rejected, margin, (margin > 0).to(margin.dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.extension import as_mesh
@@ -26,10 +24,13 @@ from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.cut import Cut
 from ..parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
 from ..parallel.pipeline.run import Microbatch
+from ..parallel.plan import exact_of
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
+from .alike import meta_copy
 from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
+from .exact_criterion import exact_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide_batch
 from .message_forms import Forms, message_forms
@@ -72,8 +73,8 @@ def record(
     A rank outside the mesh communicates nothing.
     Communication: none; no process group is needed or touched.
     Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
-        microbatches that do not divide the batch, and as `parallelize`. Errors of a model that reads a tensor's values
-        are passed on.
+        microbatches that do not divide the batch, and as `parallelize`; under a plan with `exact`, also for a weighted
+        criterion refused by `forward_backward`. Errors of a model that reads a tensor's values are passed on.
     """
     shape = StepShape(
         batch=batch,
@@ -177,7 +178,7 @@ def run_on_shapes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PreparedStep:
     """A rank's prepared step on meta tensors; `run` may be called several times. Yielded by `on_shapes`."""
 
     model: nn.Module  # the rank's part of the parallel model
@@ -204,8 +205,8 @@ def on_shapes(
     shape: StepShape,
     listen: Callable[[Recorded], None] | None = None,
     shared: SharedRuns | None = None,
-) -> Iterator[Ready | None]:
-    """A context with a rank's step prepared on shapes: yields the `Ready` step to run inside.
+) -> Iterator[PreparedStep | None]:
+    """A context with a rank's step prepared on shapes: yields the `PreparedStep` to run inside.
 
     listen: called with the recording before the model is laid out, to set listeners.
     shared: for runs of several ranks of a pipeline with equal arguments; None for a single run.
@@ -245,12 +246,12 @@ def on_shapes(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
                 f"divided into {count} microbatches; give both as [B, T]"
             )
-        weighted = weight_criterion(compute, microbatches, targets)
+        weighted, exact = weight_criterion(compute, microbatches, targets), exact_of(plan)
         # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
         # training loop of the caller's own.
         of_logits = weighted.criterion if isinstance(weighted, RouterLosses) else weighted
         if len(microbatches) > 1 or pipeline is not None or not isinstance(of_logits, ProbedCriterion):
-            compute = weighted
+            compute = weighted if exact is None else exact_criterion(compute, weighted, exact)
         if pipeline is not None:
             with _unheard(recorded):  # real stages learn the forms from messages
                 shared = SharedRuns() if shared is None else shared
@@ -260,13 +261,15 @@ def on_shapes(
                 place = tuple(coordinate.values())
                 if place not in shared.forms:
                     shared.forms[place] = message_forms(
-                        *(partial(meta_copy, model), pipeline, plan, microbatches[0], compute),
+                        *(model, pipeline, plan, microbatches[0], compute),
                         few_blocks=can_repeat(model, shape.criterion),
                     )
                 pipeline.forms = shared.forms[place]
         sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
-            yield Ready(model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded)
+            yield PreparedStep(
+                model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded
+            )
         finally:
             sync.close()
 
@@ -306,22 +309,3 @@ def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     shape = tuple(int(size) for size in batch if not isinstance(size, Tensor))
     tokens, targets = (torch.empty(shape, dtype=torch.long, device="meta") for _ in range(2))
     return tokens, targets
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device; never copies data, and keeps tied parameters tied."""
-    copies: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"parameter {name} of {type(model).__name__} is a DTensor: the model is parallel already; record it "
-                f"before parallelize, or a model of the same config built under torch.device('meta')"
-            )
-        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for module in model.modules():
-        tensors = (
-            *module.buffers(recurse=False),
-            *(each for each in vars(module).values() if isinstance(each, Tensor)),
-        )
-        copies |= {id(each): each.detach().to("meta") for each in tensors}
-    return copy.deepcopy(model, copies)

@@ -46,8 +46,8 @@ class RouterLosses:
     balance, z: coefficients, 0 or more.
     microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
-    Communication: the sum of the choices [layers, E] over the axes that shard tokens; and over each of these axes over
-    which the logits' loss is not Partial, as "tp" with sequence parallelism, the sum of all statistics.
+    Communication: the sum of the choices [layers, E] over the axes that shard tokens. Where the logits' loss is not
+    Partial over such an axis, as over "tp" with sequence parallelism, also the sum of all statistics over this axis.
     Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
     """
 

@@ -19,7 +19,7 @@ from .run import axes_of, complete_plan
 from .task_config import reference_axes
 
 
-def config_of(config: TrainConfig, candidate: Candidate) -> TrainConfig:
+def config_with(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     """The configuration of a run on the candidate's mesh by the candidate's plan, with all plan options filled in.
 
     config: of the run; the candidate's sizes and options replace the config's. Raises ValueError for a candidate
@@ -51,7 +51,7 @@ def checker(config: TrainConfig) -> Callable[[Candidate], None]:
     """A function for a search, which raises ValueError for a candidate refused by `weft train`."""
 
     def check(candidate: Candidate) -> None:
-        config_of(config, candidate)
+        config_with(config, candidate)
 
     return check
 
@@ -84,14 +84,14 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
 
 def workload_of(config: TrainConfig) -> Workload:
     """The step of a run on a GPU, to be planned for any candidate. The mesh of `config` is not used."""
-    config = config_of(config, Candidate())
+    config = config_with(config, Candidate())
     outline = Outline.of(config, {"dp": 1, "tp": 1}, "cuda")
     shape, model = outline.step_shape(0), outline.make_model()
 
     def plan(candidate: Candidate) -> Any:
         if candidate.ep == 1:
             return candidate.parallel_plan(outline.plan)
-        return Outline.of(config_of(config, candidate), candidate.axes, "cuda").plan  # with the tokens' cheaper way
+        return Outline.of(config_with(config, candidate), candidate.axes, "cuda").plan  # with the tokens' cheaper way
 
     return Workload(
         model=model,

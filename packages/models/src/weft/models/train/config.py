@@ -91,7 +91,7 @@ class PlanConfig:
     """Let mesh.ep divide dp x cp x tp: each expert is then whole, and not split over tp."""
 
     exact: Annotated[str | None, shown("AXIS=SIZE,...", "off")] = None
-    """Add as a mesh of these sizes does, as in dp=4,tp=2: the same bits on every mesh whose sizes divide these."""
+    """Take sums in the order of a mesh of these sizes, as in dp=4,tp=2: equal bits on every mesh dividing the sizes."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.

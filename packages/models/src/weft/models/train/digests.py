@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint.huggingface import attempt, raise_on_all
 from ..compare.entries import Header, StepDigests
 from ..compare.judge import Judge
-from ..compare.record_file import Recorded, read_digests
+from ..compare.record_file import RunDigests, read_digests
 from ..compare.report import describe
 from ..experts import MixtureOfExperts
 from ..layers import Dropout
@@ -60,7 +60,7 @@ class Against:
         runs that cannot be compared.
         """
         self._names = str(folder), str(run.folder)
-        self._recorded: Recorded | None = None
+        self._recorded: RunDigests | None = None
         self._judge: Judge | None = None
         self._previous: StepDigests | None = None
         error = attempt(self._begin, run, folder, header, first_step) if dist.get_rank() == 0 else None
@@ -89,7 +89,7 @@ class Against:
             raise ValueError(report[1])
         return str(report[0])
 
-    def _add(self, judge: Judge, recorded: Recorded, digests: list[StepDigests]) -> str:
+    def _add(self, judge: Judge, recorded: RunDigests, digests: list[StepDigests]) -> str:
         """`add` on rank 0."""
         for each in digests:
             previous, self._previous = self._previous, each

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..data.batches import Batches, Rows
 from ..data.examples.rows import ExampleBatches
 from ..losses import IGNORE_INDEX
-from ..preference_losses import dpo, implicit_rewards, kl_of, kto
+from ..preference_losses import divides_by_length, dpo, implicit_rewards, kl_of, kto
 from ..sums_by_document import document_sums
+from .task_config import DPOConfig, KTOConfig
 
 Figures = dict[str, int | float]  # by the names that `weft evaluate --json` prints
 
@@ -44,14 +45,16 @@ def evaluate_examples(
     rows: int,
     device: torch.device,
     reference: nn.Module | None = None,
-    beta: float = 0.1,
+    pairs: DPOConfig | None = None,
+    judged: KTOConfig | None = None,
 ) -> Figures:
     """The mean loss of the answers' tokens, and for the tasks dpo and kto the figures of preferences.
 
     dpo: `accuracy`, the share of pairs whose chosen answer has the greater log-probability. With a reference, rewards
         and the loss of DPO; see `_pair_figures`.
-    kto: with a reference, rewards and the loss of KTO over all examples as a single batch; see `_judged_figures`.
-    rows: in a call of the model. beta: of the rewards and losses. Raises LossNotFinite.
+    kto: with a reference, rewards and the loss of KTO, with the divergence over all examples, as of a run's held-out
+        examples; see `_judged_figures`.
+    rows: in a call of the model. pairs, judged: the options of the losses; None: the defaults. Raises LossNotFinite.
     """
     scores = _score(model, batches, task, rows, device, 0)
     figures = _mean(-float(scores.log_probabilities.sum()), scores.learned, len(scores.log_probabilities))
@@ -59,21 +62,34 @@ def evaluate_examples(
         return figures
     of_reference = None if reference is None else _score(reference, batches, task, rows, device, 0).log_probabilities
     if task == "dpo":
-        return figures | _pair_figures(scores.log_probabilities, of_reference, beta)
+        return figures | _pair_figures(scores, of_reference, pairs or DPOConfig())
     if reference is None or of_reference is None:
         return figures
     mismatched = [_score(each, batches, task, rows, device, 1).log_probabilities for each in (model, reference)]
-    return figures | _judged_figures(scores, of_reference, kl_of(*mismatched), beta)
+    return figures | _judged_figures(scores, of_reference, kl_of(*mismatched), judged or KTOConfig())
 
 
-def _pair_figures(policy: Tensor, reference: Tensor | None, beta: float) -> Figures:
-    """The figures of dpo. policy, reference: log-probabilities [pairs, 2] of the chosen and the rejected answer."""
+def _pair_figures(scores: _Scores, reference: Tensor | None, options: DPOConfig) -> Figures:
+    """The figures of dpo, with rewards and loss as in training.
+
+    scores: of the policy. reference: log-probabilities [pairs, 2] of the chosen and the rejected answer.
+    """
+    policy = scores.log_probabilities
     figures: Figures = {"accuracy": float((policy[:, 0] > policy[:, 1]).double().mean())}
     if reference is None:
         return figures
-    chosen, rejected = implicit_rewards(policy, reference, beta).unbind(-1)
+    lengths = scores.lengths if divides_by_length(options.loss, options.length_normalized) else None
+    loss = dpo(
+        policy,
+        reference,
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        loss=options.loss,
+        lengths=lengths,
+    )
+    chosen, rejected = implicit_rewards(policy, reference, options.beta, lengths).unbind(-1)
     return figures | {
-        "dpo_loss": float(dpo(policy, reference, beta=beta)),
+        "dpo_loss": float(loss),
         "reward_accuracy": float((chosen > rejected).double().mean()),
         "reward_margin": float((chosen - rejected).mean()),
         "chosen_reward": float(chosen.mean()),
@@ -81,15 +97,24 @@ def _pair_figures(policy: Tensor, reference: Tensor | None, beta: float) -> Figu
     }
 
 
-def _judged_figures(scores: _Scores, reference: Tensor, kl: Tensor, beta: float) -> Figures:
+def _judged_figures(scores: _Scores, reference: Tensor, kl: Tensor, options: KTOConfig) -> Figures:
     """The figures of kto, without the mean reward of a label that no example has.
 
     scores: of the policy. reference: log-probabilities [examples, 1] of the answers. kl: `kl_of` the mismatched
     answers.
     """
     policy, reference, desirable = scores.log_probabilities[:, 0], reference[:, 0], scores.labels
-    rewards = implicit_rewards(policy, reference, beta)
-    figures: Figures = {"kto_loss": float(kto(policy, reference, desirable, kl, beta=beta)), "kl": float(kl)}
+    rewards = implicit_rewards(policy, reference, options.beta)
+    loss = kto(
+        policy,
+        reference,
+        desirable,
+        kl,
+        beta=options.beta,
+        desirable_weight=options.desirable_weight,
+        undesirable_weight=options.undesirable_weight,
+    )
+    figures: Figures = {"kto_loss": float(loss), "kl": float(kl)}
     for name, chosen in (("desirable", desirable), ("undesirable", ~desirable)):
         figures[name] = int(chosen.sum())
         if figures[name]:
@@ -102,8 +127,13 @@ class _Scores:
     """A model's log-probabilities of all examples of a file, and facts about the examples, on the CPU."""
 
     log_probabilities: Tensor  # [examples, answers] float64: sums over an answer's tokens; dpo has 2 answers, else 1
+    lengths: Tensor  # [examples, answers] float64: the number of an answer's tokens
     labels: Tensor  # [examples] bool, of kto: whether desirable
-    learned: int  # the number of tokens of all answers
+
+    @property
+    def learned(self) -> int:
+        """The number of tokens of all answers."""
+        return int(self.lengths.sum())
 
 
 def _score(
@@ -111,17 +141,18 @@ def _score(
 ) -> _Scores:
     """The `_Scores` of all examples under a model. rows: in a call. which: as for `ExampleBatches.batch`."""
     answers = 2 if task == "dpo" else 1
-    sums, labels, learned = list[Tensor](), list[Tensor](), 0
+    sums, counts, labels = list[Tensor](), list[Tensor](), list[Tensor]()
     for first in range(0, batches.num_every, rows):
         part = batches.every(slice(first, first + rows), which)
         losses = _token_losses(model, part, device)
         documents = _documents(part).to(device)
-        of_rows = document_sums(losses.double(), documents, answers * batches.examples_per_row)
+        learned = (part.targets != IGNORE_INDEX).double().to(device)
         valid = part.examples >= 0  # [rows, E]
-        sums.append(-of_rows.cpu().view(*valid.shape, answers)[valid])
+        for found, values in ((sums, -losses.double()), (counts, learned)):
+            of_rows = document_sums(values, documents, answers * batches.examples_per_row)
+            found.append(of_rows.cpu().view(*valid.shape, answers)[valid])
         labels.append(part.labels[valid])
-        learned += int((part.targets != IGNORE_INDEX).sum())
-    return _Scores(log_probabilities=torch.cat(sums), labels=torch.cat(labels), learned=learned)
+    return _Scores(log_probabilities=torch.cat(sums), lengths=torch.cat(counts), labels=torch.cat(labels))
 
 
 def _documents(part: Rows) -> Tensor:

@@ -81,7 +81,7 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
         report.print_schedule(step.schedule)
     if outline.tokens_line is not None:
         report.print_line(outline.tokens_line)
-    by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan, compiled=config.compile)
+    by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan)
     report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
     states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)

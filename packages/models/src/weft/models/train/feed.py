@@ -56,13 +56,12 @@ class Feed:
         Packed rows are prepared for the model's attention, too.
         rows_of: reads some rows, counted from row 0. size: the rows of a microbatch, over all ranks.
         """
-        shares, config = [], self._outline.config
+        shares, dtype = [], getattr(torch, self._outline.config.dtype)
         for first in range(0, count, size):
             length = min(size, count - first)
             own = self._layout.local_slices((length, self._outline.batch_shape[1]), this_rank())[0]
             rows = rows_of(slice(start + first + own.start, start + first + own.stop))
-            options: Any = {"compiled": config.compile, "dtype": getattr(torch, config.dtype)}
-            prepare_rows(self._model, self._mesh, self._plan, rows.documents, self._device, **options)
+            prepare_rows(self._model, self._mesh, self._plan, rows.documents, self._device, dtype=dtype)
             shares.append(Share(rows=rows, first=first + own.start, count=length))
         return shares
 
@@ -99,7 +98,6 @@ class Feed:
             **tensors,
             numbers=rows.documents if preferences else None,
             rows=share.count,
-            compiled=self._outline.config.compile,
         )
         inputs |= {"positions": batch.positions, "documents": batch.documents}
         targets: Any = batch.targets

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.adapter_config import ADAPTER_CONFIG
+from ..checkpoint.adapter_config import ADAPTER_CONFIG, is_adapter_folder
 from ..checkpoint.configs import config_of, differences
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..config import ModelConfig
@@ -23,24 +23,25 @@ from .folder import find_checkpoint
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a file, read by `fingerprint`
 
 
-def find_origin(path: Path, resumed_checkpoint: Path | None = None) -> Path:
+def find_origin(path: Path, resumed_checkpoint: Path | None = None, *, option: str = "--from") -> Path:
     """The folder of the model named by `--from PATH`: `path` itself, or the last checkpoint of the run in `path`.
 
     A folder of LoRA adapters counts as the model of its base with the adapters folded in.
     resumed_checkpoint: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
     `resumed_checkpoint`, and does not read `path`.
+    option: that names the path, for errors.
     Raises ValueError for a path without a model.
     """
     if resumed_checkpoint is not None:
         return resumed_checkpoint
     if not path.is_dir():
         raise ValueError(
-            f"--from {path} is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run"
+            f"{option} {path} is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run"
         )
     folder = path if is_model_folder(path) else find_checkpoint(path)
     if not is_model_folder(folder):
         raise ValueError(
-            f"--from {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face "
+            f"{option} {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face "
             f"folder, a checkpoint, or the folder of a run"
         )
     return folder
@@ -73,6 +74,22 @@ def find_model(folder: Path) -> ModelConfig | None:
         if str(folder) in str(error):
             raise
         raise ValueError(f"{folder}: {error}") from None
+
+
+def check_adapters(folder: Path) -> None:
+    """Raise ValueError if `folder` has adapters that do not fit the model of their base. Reads headers, no weights."""
+    if not is_adapter_folder(folder):
+        return
+    import torch  # imported here because torch takes seconds
+
+    from ..checkpoint.adapter_tensors import open_adapters
+    from ..checkpoint.huggingface import weights_of_model
+    from ..families import make_model
+
+    with torch.device("meta"):
+        model = make_model(model_of(folder))
+    with open_adapters(model, weights_of_model(model), folder):
+        pass
 
 
 def fingerprint(folder: Path) -> str:

@@ -35,7 +35,7 @@ SIGNALED = 128  # added to a signal's number: the exit status of a process ended
 STOPPED = 3  # exit status of a process that has printed why the run stopped
 CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
-ECHO_SECONDS = 1.0  # wait before an error that another rank's failure has caused, so that its cause is printed first
+ECHO_SECONDS = 1.0  # wait before printing an error caused by another rank's failure: that rank prints the cause first
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 

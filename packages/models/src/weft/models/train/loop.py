@@ -45,11 +45,11 @@ def train(run: Run, device: torch.device) -> int:
     is larger than rounding explains; and if prepared data does not match the checksums. Raises Unanswered if a
     collective does not finish within the run's timeout.
     """
-    paths: list[Any] = [run.folder, run.origin]
+    paths: list[Any] = [run.folder, run.origin, run.reference]
     # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
     # searched for the last checkpoint by itself.
     dist.broadcast_object_list(paths, src=0)
-    run = dataclasses.replace(run, folder=paths[0], origin=paths[1])
+    run = dataclasses.replace(run, folder=paths[0], origin=paths[1], reference=paths[2])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
     try:

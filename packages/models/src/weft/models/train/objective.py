@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class TokenObjective:
         self._batches, self._outline = batches, outline
         self._feed = Feed(outline, model, device)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, print_line: Callable[[str], None]) -> None:
         """Called once, before the run's first step. These tasks have nothing to prepare."""
 
     def read(self, step: int) -> list[Share]:

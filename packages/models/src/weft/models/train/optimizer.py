@@ -17,7 +17,7 @@ from .config import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _OptimizerKind:
     """How to make an elementwise optimizer of torch.
 
     Elementwise: updating a shard gives the same values as updating the whole tensor.
@@ -46,17 +46,17 @@ class _RpropOnShards(torch.optim.Rprop):
 
 
 _KINDS = {
-    "adamw": _Kind(torch.optim.AdamW, _betas, fused=True),
-    "adam": _Kind(torch.optim.Adam, _betas, fused=True),
-    "nadam": _Kind(torch.optim.NAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
-    "radam": _Kind(torch.optim.RAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
-    "adamax": _Kind(torch.optim.Adamax, _betas),
-    "adagrad": _Kind(torch.optim.Adagrad, lambda config: {}),
-    "adadelta": _Kind(torch.optim.Adadelta, lambda config: {"rho": config.beta2}),
-    "rmsprop": _Kind(torch.optim.RMSprop, lambda config: {"alpha": config.beta2, "momentum": config.beta1}),
-    "rprop": _Kind(_RpropOnShards, lambda config: {}),
-    "asgd": _Kind(torch.optim.ASGD, lambda config: {}),
-    "sgd": _Kind(torch.optim.SGD, lambda config: {"momentum": config.beta1}),
+    "adamw": _OptimizerKind(torch.optim.AdamW, _betas, fused=True),
+    "adam": _OptimizerKind(torch.optim.Adam, _betas, fused=True),
+    "nadam": _OptimizerKind(torch.optim.NAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
+    "radam": _OptimizerKind(torch.optim.RAdam, lambda config: {**_betas(config), "decoupled_weight_decay": True}),
+    "adamax": _OptimizerKind(torch.optim.Adamax, _betas),
+    "adagrad": _OptimizerKind(torch.optim.Adagrad, lambda config: {}),
+    "adadelta": _OptimizerKind(torch.optim.Adadelta, lambda config: {"rho": config.beta2}),
+    "rmsprop": _OptimizerKind(torch.optim.RMSprop, lambda config: {"alpha": config.beta2, "momentum": config.beta1}),
+    "rprop": _OptimizerKind(_RpropOnShards, lambda config: {}),
+    "asgd": _OptimizerKind(torch.optim.ASGD, lambda config: {}),
+    "sgd": _OptimizerKind(torch.optim.SGD, lambda config: {"momentum": config.beta1}),
 }
 
 

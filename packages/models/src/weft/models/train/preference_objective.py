@@ -17,14 +17,8 @@ from ..step.preference import DPOCriterion, KTOCriterion
 from .explanation import Outline
 from .feed import Share
 from .objective import StepBatch
-from .reference import (
-    AdapterReference,
-    ModelReference,
-    PrecomputedReference,
-    Reference,
-    Scorer,
-    documents_per_row,
-)
+from .precomputed import PrecomputedReference, PrintLine
+from .reference import AdapterReference, ModelReference, Reference, Scorer, documents_per_row
 from .run import Run
 from .task_config import reference_of
 
@@ -53,13 +47,13 @@ class PreferenceObjective:
         self._reference_values: list[Tensor] = []
         self._mismatched_values: Tensor | None = None
 
-    def begin(self, step: int) -> None:
-        """Fill the table of a precomputed reference. step: the run's first, from 0.
+    def begin(self, step: int, print_line: PrintLine) -> None:
+        """Fill the table of a precomputed reference. step: the run's first, from 0. print_line: prints on rank 0.
 
         Communication and errors: as `PrecomputedReference.prepare`.
         """
         if isinstance(self._reference, PrecomputedReference):
-            self._reference.prepare(step, self._scorer)
+            self._reference.prepare(step, self._scorer, print_line)
 
     def read(self, step: int) -> _StepRows:
         """As `TokenObjective.read`."""
@@ -73,7 +67,7 @@ class PreferenceObjective:
         reference, mismatched = self._find_values(step, read)
         counts = self._batches.counts(step, slice(None))
         return StepBatch(
-            criterion=self._outline.with_routers(self._criterion(counts, reference, mismatched)),
+            criterion=self._outline.with_routers(self._criterion(counts, _kl(counts, reference, mismatched))),
             microbatches=_with_reference(self._feed.training(step, read.own[0], preferences=True), reference[0]),
         )
 
@@ -85,22 +79,34 @@ class PreferenceObjective:
     def held_out(self) -> Iterator[StepBatch]:
         """As `TokenObjective.held_out`. Communication: the reference's.
 
-        Each batch has its own divergence of kto, as each step in training.
+        The divergence of kto is of all held-out examples, so that the loss depends neither on the size of a batch nor
+        on the packing.
         """
-        size, total = self._outline.batch_shape[0], self._batches.num_held_out
         of_all = self._batches.held_out_counts(slice(None))
-        for first in range(0, total, size):
-            rows = min(size, total - first)
-            reference = [self._reference.of_held_out(first, rows, which) for which in self._sets]
-            mismatched = self._scorer.of_held_out(first, rows, 1) if self._is_kto else None
+        kl = self._held_out_kl(of_all) if self._is_kto else None
+        for first, rows in self._held_out_batches():
+            reference = self._reference.of_held_out(first, rows, 0)
             counts = self._batches.held_out_counts(slice(first, first + rows))
             shares = self._feed.read(self._batches.held_out, first, rows, rows)
             laid_out = [self._feed.lay_out(share, preferences=True) for share in shares]
             yield StepBatch(
-                criterion=self._criterion(counts, reference, mismatched),
-                microbatches=_with_reference(laid_out, reference[0]),
+                criterion=self._criterion(counts, kl),
+                microbatches=_with_reference(laid_out, reference),
                 weight=counts.examples / of_all.examples,
             )
+
+    def _held_out_batches(self) -> Iterator[tuple[int, int]]:
+        """The first row and the number of rows of each batch of held-out rows, of a step's size."""
+        size, total = self._outline.batch_shape[0], self._batches.num_held_out
+        return ((first, min(size, total - first)) for first in range(0, total, size))
+
+    def _held_out_kl(self, counts: Counts) -> Tensor:
+        """The divergence of kto over all held-out rows. counts: of these rows. Communication: the reference's."""
+        policy, reference = (
+            torch.cat([scores.of_held_out(*rows, 1) for rows in self._held_out_batches()])
+            for scores in (self._scorer, self._reference)
+        )
+        return kl_of(policy, reference, denominator=float(counts.examples))
 
     def keep_reference(self, step: int) -> None:
         """Keep the reference's numbers of a step for `whole`. Every rank calls this. Communication: as `step`."""
@@ -109,10 +115,9 @@ class PreferenceObjective:
     def whole(self, step: int, model: nn.Module) -> StepBatch:
         """As `TokenObjective.whole`, with the reference's numbers of `keep_reference`."""
         rows, counts = self._batches.batch(step, slice(None)), self._batches.counts(step, slice(None))
+        kl = _kl(counts, self._reference_values, self._mismatched_values)
         return StepBatch(
-            criterion=self._outline.with_routers(
-                self._criterion(counts, self._reference_values, self._mismatched_values)
-            ),
+            criterion=self._outline.with_routers(self._criterion(counts, kl)),
             microbatches=_with_reference(
                 self._feed.whole_batch(step, rows, model, preferences=True), self._reference_values[0]
             ),
@@ -123,13 +128,10 @@ class PreferenceObjective:
         """The values of `which` in a step, as for `ExampleBatches.batch`: 0; for kto also 1, the mismatched rows."""
         return range(2 if self._is_kto else 1)
 
-    def _criterion(self, counts: Counts, reference: Sequence[Tensor], mismatched: Tensor | None) -> Criterion:
-        """The criterion of a batch. counts: of the batch's rows.
-
-        reference: by set, log-probabilities. mismatched: the policy's, of the mismatched rows; None for dpo.
-        """
+    def _criterion(self, counts: Counts, kl: Tensor | None) -> Criterion:
+        """The criterion of a batch. counts: of the batch's rows. kl: the divergence of kto; None for dpo."""
         documents, config = documents_per_row(self._batches, self._outline.config), self._outline.config
-        if mismatched is None:
+        if kl is None:
             return DPOCriterion(
                 num_documents=documents,
                 denominator=float(counts.examples),
@@ -142,11 +144,19 @@ class PreferenceObjective:
             num_documents=documents,
             num_desirable=counts.desirable,
             num_undesirable=counts.examples - counts.desirable,
-            kl=kl_of(mismatched, reference[1], denominator=float(counts.examples)),
+            kl=kl,
             beta=config.kto.beta,
             desirable_weight=config.kto.desirable_weight,
             undesirable_weight=config.kto.undesirable_weight,
         )
+
+
+def _kl(counts: Counts, reference: Sequence[Tensor], mismatched: Tensor | None) -> Tensor | None:
+    """The divergence of kto over a step's rows; None for dpo, without mismatched rows. counts: of these rows.
+
+    reference: by set, log-probabilities. mismatched: the policy's, of the mismatched rows.
+    """
+    return None if mismatched is None else kl_of(mismatched, reference[1], denominator=float(counts.examples))
 
 
 def _with_reference(microbatches: Sequence[Microbatch], reference: Tensor) -> list[Microbatch]:

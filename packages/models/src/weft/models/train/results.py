@@ -207,7 +207,6 @@ class Results:
 
         adapter_base: the folder of the frozen model; only the adapters are then saved, for peft. None: the model is
             saved, with its adapters merged if it has any.
-
         An earlier folder `checkpoint` is replaced once the new folder is complete; if the old folder cannot be
         removed, a line is added to `notes`, which the loop prints.
         Communication: as `save_pretrained` or `save_lora`, and `sync`. Raises NotWritten on every rank.

@@ -97,24 +97,19 @@ def check_task_options(config: Any) -> None:
 
     Also for dropout of adapters in compiled blocks under full recomputation.
     """
-    for name in ("dpo", "kto"):
-        if config.task != name and (changed := _changed(getattr(config, name))):
-            value = getattr(getattr(config, name), changed)
-            raise ValueError(
-                f"{name}.{changed} is {value}, but task is {config.task}; give --task {name}, or leave it out"
-            )
+    check_loss_options(config.task, config.dpo, config.kto)
     if config.compile and config.plan.recompute == "full" and config.lora.dropout:
         raise ValueError(
             f"lora.dropout is {config.lora.dropout}, which compiled blocks under plan.recompute full cannot have; "
             f"leave out --compile or the dropout, or give --plan.recompute selective"
         )
-    if config.lora.rank == 0 and (changed := _changed(config.lora)):
+    if config.lora.rank == 0 and (changed := changed_option(config.lora)):
         raise ValueError(
             f"lora.{changed} is {getattr(config.lora, changed)}, but lora.rank is 0, which trains all weights; give "
             f"--lora.rank too"
         )
     of_model = [name for name in ("reference_from", "reference_zero") if getattr(config, name) is not None]
-    of_model += ["reference_mesh"] if _changed(config.reference_mesh) else []
+    of_model += ["reference_mesh"] if changed_option(config.reference_mesh) else []
     for name in (*(["reference"] if config.reference else []), *of_model):
         if reference_of(config) is None:
             raise ValueError(
@@ -128,6 +123,16 @@ def check_task_options(config: Any) -> None:
             f"{of_model[0]} is {getattr(config, of_model[0])}, an option of a reference model, but reference is "
             f"{reference_of(config)}; give --reference model, or leave it out"
         )
+
+
+def check_loss_options(task: str, dpo: DPOConfig, kto: KTOConfig) -> None:
+    """Raise ValueError for an option of a loss that is not the task's."""
+    for name, options in (("dpo", dpo), ("kto", kto)):
+        if task != name and (changed := changed_option(options)):
+            raise ValueError(
+                f"{name}.{changed} is {getattr(options, changed)}, but task is {task}; give --task {name}, or leave it "
+                f"out"
+            )
 
 
 def reference_of(config: Any) -> Reference | None:
@@ -155,6 +160,6 @@ def reference_axes(config: Any, axes: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _changed(config: Any) -> str | None:
+def changed_option(config: Any) -> str | None:
     """The first field that differs from its default; None if none does."""
     return next((each.name for each in fields(config) if getattr(config, each.name) != each.default), None)

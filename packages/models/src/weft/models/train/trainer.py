@@ -77,7 +77,7 @@ class Trainer:
         self.mesh, self.plan, self.tokens_line = outline.mesh, outline.plan, outline.tokens_line
         self._batch_shape = outline.batch_shape
         self._batches = open_batches(run)
-        cuts = self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile)
+        cuts = self.rank == 0 and cuts_by_documents(self.mesh, self.plan)
         documents = self._batches.batch(0, slice(None)).documents if cuts else None  # which decide who exchanges keys
         self.predicts_exchange = documents is not None
         self.rows_line = self._batches.describe() if isinstance(self._batches, ExampleBatches) else None
@@ -96,8 +96,10 @@ class Trainer:
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
             experts = self.plan.experts
+            is_whole = experts is None or experts.size == 1  # else a graph before and after experts
+            is_whole = is_whole and not cuts_by_documents(self.mesh, self.plan)  # else before and after attention
             for layer in self.model.blocks:  # type: ignore[union-attr]
-                layer.compile(fullgraph=experts is None or experts.size == 1)  # else a graph before and after experts
+                layer.compile(fullgraph=is_whole)
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.activity = "before the first step"  # shown by `RollCall` if a rank does not answer
@@ -180,7 +182,7 @@ class Trainer:
 
         Later steps are then prefetched. Communication: as `PreferenceObjective.begin`, for dpo and kto.
         """
-        self._objective.begin(step)
+        self._objective.begin(step, self.report.print_line)
         self._prefetch.begin(step)
 
     def restart_clock(self) -> None:

@@ -1,6 +1,6 @@
-"""Collectives on local tensors, as generators: each yields the Works that it starts, and returns the result.
+"""Collectives on local tensors, as generators: each yields the started Works, and returns the result.
 
-`Pending` runs a generator, with time for other work between start and wait. Callers are the executor (steps of plans),
+`Pending` runs a generator, with time for computation between start and wait. Callers are the executor (steps of plans),
 buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops)
 and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
 reduce-scatters go as all-to-alls.
@@ -88,9 +88,9 @@ def immediate_result(result: Tensor) -> Running:
 
 
 def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
-    """Cuts a rank's part into pieces that pass through the phases of a collective as through a pipeline.
+    """Cuts a rank's part into pieces, which pass through the phases of a collective as through a pipeline.
 
-    While a piece is in a phase, the next piece is in the phase before, so that links of different speeds work at once.
+    While a piece is in a phase, the next piece is in the phase before, and links of different speeds work at once.
     A single phase, or little data, takes a single piece.
     elements: of the part. tensor: has the part's device and dtype.
     """
@@ -105,8 +105,8 @@ def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Phase]) ->
 def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
     """Runs the generators of several pieces, with collectives of at most three pieces in flight.
 
-    Before a piece begins, the oldest collective is waited for, and its piece starts its next collective. All ranks must
-    interleave the same pieces.
+    Before a piece begins, the oldest collective is waited for, and its piece goes on to the next collective. All ranks
+    must interleave the same pieces.
     """
     active: deque[tuple[Running, dist.Work]] = deque()
 
@@ -139,7 +139,7 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
 def gather_pieces(
     part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice], into: Tensor
 ) -> Generator[dist.Work, None, None]:
-    """`all_gather` piece by piece, into a tensor that may have any strides.
+    """`all_gather` piece by piece, into a tensor with any strides.
 
     part: flat. into: receives the parts, [*sizes of the phases, last phase first, elements of a part].
     """
@@ -154,7 +154,7 @@ def gather_pieces(
 def uses_all_to_all() -> bool:
     """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
-    False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check that
+    False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check which
     all-to-alls would skip.
     """
     return world().prefers_all_to_all and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def uses_all_to_all() -> bool:
 def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
     """Starts to fill `gathered` with the parts of the group's members, in the order of the group's ranks.
 
-    On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
+    On gloo an all-to-all does this in half the time or less, but needs the result's memory a second time meanwhile.
     Two ranks need no extra memory. On a FoldedGroup the all-gather is over when this function returns.
     """
     if isinstance(group, FoldedGroup):
@@ -209,9 +209,10 @@ def _gather_folded(gathered: Tensor, part: Tensor, group: FoldedGroup) -> None:
 
 
 def start_sum(tensor: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
-    """Starts to add up the group's tensors in place, by one all-reduce. Inside `exact_sums` the sum is over at return.
+    """Starts to add up the group's tensors in place, by an all-reduce.
 
-    There the tensors are gathered and added in the tree, on every rank: few numbers are summed this way.
+    Inside `exact_sums`, every rank gathers the tensors and adds them in the tree before the function returns: meant for
+    few numbers.
     """
     if exact_axes() is None and not isinstance(group, FoldedGroup):
         return as_work(dist.all_reduce(tensor, group=group, async_op=True))
@@ -224,9 +225,9 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Wo
 def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup, members: Members) -> Running:
     """Reduces the members' tensors into the memory of `tensor`; bool is reduced as uint8, which every backend supports.
 
-    On gloo, two ranks swap small tensors and add the received one: the same bytes as an all-reduce, in one step instead
-    of two. For at most two elements, gloo's own all-reduce swaps and adds, too.
-    members: the group's members as addends. Inside `exact_sums` they are reduced in the tree (see `adds_in_tree`).
+    On gloo, two ranks swap small tensors and add the received tensor: the same bytes as an all-reduce, in a single step
+    instead of two. For at most two elements, gloo's own all-reduce swaps and adds, too.
+    members: the group's members as addends, reduced in the tree inside `exact_sums` (see `adds_in_tree`).
     """
     result = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     is_small = tensor.numel() > 2 and tensor.nbytes <= _MOST_SWAPPED_BYTES
@@ -242,16 +243,16 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup, members: Membe
 
 
 def adds_in_tree(op: str, members: int) -> bool:
-    """Whether the reduction of so many members' tensors is taken in the fixed tree: inside `exact_sums`.
+    """Whether a reduction of the tensors of this number of members is taken in the fixed tree.
 
-    The order of two addends makes no difference. For extremes it does: a backend may return either of 0.0 and -0.0, and
-    miss a NaN.
+    True inside `exact_sums`, for more than two members, and for two members by min or max: a backend may return either
+    of 0.0 and -0.0, and miss a NaN. Two addends have the same sum in either order.
     """
     return members > 1 and (members > 2 or op in ("min", "max")) and exact_axes() is not None
 
 
 def all_reduce_bytes(op: str, tensor_elements: int, itemsize: int, ranks: int) -> int:
-    """Bytes that a rank receives in `all_reduce` of a tensor: where that adds in the tree, of the padded tensor."""
+    """Bytes received by a rank in `all_reduce` of a tensor, which is padded where `adds_in_tree`."""
     if adds_in_tree(op, ranks):
         tensor_elements = -(-tensor_elements // ranks) * ranks
     return received_bytes("all-reduce", ranks, tensor_elements * itemsize, 0, itemsize)
@@ -262,8 +263,8 @@ def _all_reduce_in_tree(
 ) -> Generator[dist.Work, None, None]:
     """Reduces the members' flat tensors in the tree, in place: an all-to-all, the sum of a part here, an all-gather.
 
-    The bytes are an all-reduce's, 2 (n - 1) / n of the tensor, which is padded by at most n - 1 elements. All of them
-    count with the all-to-all, as one all-reduce.
+    The bytes are an all-reduce's, 2 (n - 1) / n of the tensor, which is padded by at most n - 1 elements. Both
+    collectives are counted with the all-to-all, as a single all-reduce.
     """
     parts, elements = group.size(), -(-flat.numel() // group.size())
     if not elements:
@@ -291,8 +292,8 @@ def reduce_scatter(
     """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
 
     stacked: [*sizes of the phases in order, elements of a part], with any strides; not changed.
-    addends: the members of each phase as addends. Inside `exact_sums` they are reduced in the tree (see
-        `adds_in_tree`). None: each phase is along one axis, whose positions are the order of the addends.
+    addends: the members of each phase as addends, reduced in the tree inside `exact_sums` (see `adds_in_tree`). None:
+        each phase is along a single axis, whose positions are the order of the addends.
     """
     if addends is None:
         addends = [Members(positions, (len(positions),), (0,)) for _, positions in phases]
@@ -315,11 +316,11 @@ def _scatter_pieces(
 
 
 def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members]) -> Running:
-    """`reduce_scatter` by one collective in each phase.
+    """`reduce_scatter` by a single collective in each phase.
 
-    NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce the
-    received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank, for
-    twice the bytes, and keeps a part.
+    NCCL scatters sums. For any further reduction, the ranks exchange parts, which is as many bytes, and reduce
+    the received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank,
+    for twice the bytes, and keeps a part.
     """
     for (group, positions), members in zip(phases, addends, strict=True):
         stacked = stacked.reshape(len(positions), -1).contiguous()
@@ -351,7 +352,7 @@ def _inverse(positions: Positions) -> list[int]:
 def _start_exchange(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str, counts: list[int] | None = None
 ) -> dist.Work:
-    """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
+    """Starts an all-to-all: of equal rows, or with `counts`, of `counts[i]` elements to and from member i.
 
     instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.count_as`).
     """

@@ -39,7 +39,7 @@ def add_plan_node(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def add_start_node(plan: Plan, local: Tensor) -> Tensor:
-    """Adds a node that starts a plan, each time the graph runs.
+    """Adds a node which starts a plan, each time the graph runs.
 
     Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
     """
@@ -50,7 +50,7 @@ def add_start_node(plan: Plan, local: Tensor) -> Tensor:
 def add_wait_node(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     """Adds a node that waits for the plan started by `add_start_node`.
 
-    local: the same tensor as for `add_start_node`; a use here keeps the compiler from reusing its memory in between.
+    local: the same tensor as for `add_start_node`; a use here keeps the compiler from reusing the memory in between.
     shape: the result's shape.
     """
     result: Tensor = _finish(number, local, list(shape))

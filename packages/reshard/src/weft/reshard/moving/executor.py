@@ -1,13 +1,13 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
 `prepare` returns the `PreparedPlan` of a plan. The first run finds the groups, shapes and messages of each step, and
-later runs reuse these. A prepared step runs as a generator, which yields each collective that the step has started, and
-returns the local tensor after the step. `reshard.py` starts a `PreparedPlan`. Callers that have a plan and no DTensor
-use `execute`, which waits for each collective before the next, or `start_plan`, to compute between start and wait.
+later runs reuse these. A prepared step runs as a generator, which yields each started collective, and returns the local
+tensor after the step. `reshard.py` starts a `PreparedPlan`. Callers with a plan and no DTensor use
+`execute`, which waits for each collective before the next, or `start_plan`, to compute between start and wait.
 
 Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, each
-such plan returns a recorded result, and sends nothing. So selective recomputation (weft.models' parallel/recompute.py)
-repeats a forward without communication.
+of these plans returns a recorded result, and sends nothing. So selective recomputation (weft.models'
+parallel/recompute.py) repeats a forward without communication.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`execute` with its first collective started; `wait()` runs the further ones. See `PreparedPlan.start`.
+    """`execute`, with only the first collective started; `wait()` runs the rest. See `PreparedPlan.start`.
 
     Called by gathers of sharded parameters, and by the custom ops of compiled graphs.
     """
@@ -136,7 +136,7 @@ class PreparedPlan:
 
 
 class _PreparedStep(Protocol):
-    """A step with its groups, shapes and messages: made once by `_StepPreparer`, run in each call."""
+    """A step with groups, shapes and messages: made once by `_StepPreparer`, run in each call."""
 
     def run(self, local: Tensor) -> Running: ...
 
@@ -252,7 +252,7 @@ class _PreparedMakePartial:
 
 @dataclass(frozen=True, slots=True)
 class _StepPreparer:
-    """Prepares a step for this rank: finds its groups, shapes and messages."""
+    """Prepares a step for this rank: finds groups, shapes and messages."""
 
     layout: Layout  # before the step
     shape: tuple[int, ...]  # of the global tensor
@@ -352,7 +352,7 @@ class _StepPreparer:
 
 @contextmanager
 def record_received(make_callback: Callable[[], OnReceived]) -> Iterator[None]:
-    """Context manager: in the block, every reshard with communication passes its received tensor to a callback.
+    """Context manager: in the block, every reshard with communication passes the received tensor to a callback.
 
     make_callback: called when a reshard starts; returns the callback for the tensor which this reshard receives.
     """

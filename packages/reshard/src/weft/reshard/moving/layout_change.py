@@ -68,7 +68,7 @@ class LayoutChange(NamedTuple):
         return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
     def wrong_local_shape(self, local: Tensor, shape: torch.Size) -> LayoutError:
-        """The error for an input whose local tensor has not `local_shape`. shape: of the global tensor.
+        """The error for an input whose local tensor has another shape than `local_shape`. shape: global.
 
         If this rank sent the local tensor, the receiving ranks would wait for the missing elements.
         """

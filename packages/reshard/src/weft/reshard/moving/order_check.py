@@ -23,8 +23,8 @@ from weft.mesh import ProcessMesh
 
 from ..world.groups import format_ranks, this_rank
 
-STRAGGLER_SECONDS = 0.5  # wait after a difference is found, so that the error also names ranks about to arrive
-FAREWELL_SECONDS = 1.0  # how long rank 0 keeps the store after an error, so that waiting ranks read the reason
+STRAGGLER_SECONDS = 0.5  # wait after a difference is found, for the error to name ranks about to arrive, too
+FAREWELL_SECONDS = 1.0  # how long rank 0 keeps the store after an error, for waiting ranks to read the reason
 REMEDY = "the ranks' programs diverged: call the same reshards in the same order on every rank that a plan involves"
 
 
@@ -34,15 +34,15 @@ class OrderError(RuntimeError):
 
 @contextmanager
 def check_order(timeout: float = 60.0) -> Iterator[None]:
-    """Inside, each rank announces its next plan, and waits until all ranks of the plan have announced the same plan.
+    """Inside, each rank announces the next plan to run, and waits until all ranks of the plan have announced the same.
 
-    timeout: seconds to wait for the other ranks before each plan. Each plan costs a few round trips to a store on rank
+    timeout: seconds to wait for the plan's ranks before each plan. Each plan costs a few round trips to a store on rank
         0, at MASTER_ADDR, else at this host's name.
 
     Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last, after waiting for the
-    other ranks up to `timeout`, or briefly after an error. The other ranks leave at once.
+    rest up to `timeout`, or briefly after an error. All further ranks leave at once.
     Raises OrderError where plans differ or a rank does not come. The check has then failed on every rank of the world:
-    waiting ranks raise at once, all others at their next plan, with the same message.
+    waiting ranks raise at once, all further ranks at the next plan, with the same message.
     Raises RuntimeError inside another check, ValueError unless the timeout is finite and > 0.
     """
     global _check
@@ -109,7 +109,7 @@ class _Announced:
 class _Check:
     """A `check_order` under way: compares plans pair by pair.
 
-    The n-th plan that two ranks have in common must be the same on both. Plans on disjoint meshes may run in any order.
+    The n-th plan common to two ranks must be the same on both. Plans on disjoint meshes may run in any order.
 
     Keys in the store, for ranks r and s:
     r>s/n: the n-th plan of r for s; s deletes the key.
@@ -237,7 +237,7 @@ def _store(host: str, port: int, *, master: bool) -> TCPStore:
 
 
 def _host() -> str:
-    """This process's host name, by which other ranks connect."""
+    """This process's host name, to which the ranks connect."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         socket.getaddrinfo(host, None)

@@ -35,7 +35,8 @@ def reshard(
 ) -> DTensor:
     """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
-    mesh: of the same ranks or any other ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local
+    mesh: of the same ranks, or of different ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty
+        local
         part with the result's metadata. A Layout gives mesh and placements at once.
     placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text as "dp: S(0)".
         Axes without a placement replicate; None replicates on all axes.
@@ -46,8 +47,8 @@ def reshard(
     the layout of `dtensor`, with Replicate on axes where `dtensor` is Partial. Where this rank receives nothing, the
     result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. Where the
-    target's mesh is new to this world of process groups, its ranks also make its groups.
-    Raises LayoutError for a target without a plan, or a local part of another shape than its layout gives; ValueError
+    target's mesh is new to this world of process groups, the ranks of this mesh also make the mesh's groups.
+    Raises LayoutError for a target without a plan, or a local part whose shape is not the layout's; ValueError
     where two meshes are given, and in compiled code for a mesh, a Layout, a topology or a memory_limit, as compiled
     code can give placements alone.
     """
@@ -102,10 +103,11 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    Arguments as `reshard`, and its LayoutErrors. In compiled code call `reshard`: torch.compile cannot trace this
+    Arguments and LayoutErrors as `reshard`. In compiled code call `reshard`: torch.compile cannot trace this
     function. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may write to `dtensor`.
     In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
-    of `start_reshard` waits for it. So computations between the two calls overlap with communication in both passes.
+    of `start_reshard` waits for this collective. Computations between the two calls overlap with communication in both
+    passes.
     """
     return StartedReshard(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))
 
@@ -165,7 +167,7 @@ class _GradientReshard:
 
 
 def to_global(dtensor: DTensor) -> Tensor:
-    """The whole tensor, on every rank of its mesh. Communication: a reshard to Replicate on every axis."""
+    """The whole tensor, on every rank of the mesh. Communication: a reshard to Replicate on every axis."""
     return reshard(dtensor, placements=[Replicate()] * dtensor.device_mesh.ndim).to_local()
 
 

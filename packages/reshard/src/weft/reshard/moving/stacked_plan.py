@@ -41,9 +41,9 @@ def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan 
 def _differs(plan: Plan) -> bool:
     """Whether the plan, run unchanged, could give different bits than the same layout change on the named mesh.
 
-    True with stacked addends before or after the plan, with sums out of the tree's order, with a division
-    (Partial("avg")), and where the plan spreads shards over the addends of a Partial value, and the named mesh's plan
-    might not.
+    True in each of these cases: there are stacked addends before or after the plan; the plan sums out of the tree's
+    order; the plan divides (Partial("avg")); the plan makes each shard an addend of a Partial value, where the named
+    mesh's plan might not.
     """
     if addends_of(plan.src).axes or addends_of(plan.dst).axes:
         return True
@@ -96,11 +96,11 @@ def _new_partial_axes(plan: Plan) -> list[str]:
 
 
 def _region_axis(plan: Plan) -> str | None:
-    """The axis along which each named shard becomes an addend, with zeros around the shard; None without this axis.
+    """The axis along which each shard of the named mesh becomes an addend, with zeros around the shard; None for none.
 
-    The plan changes this axis alone, from Shard to Partial; the axis alone shards the dim, and the named mesh's shards
-    are even. For every different change to Partial, the whole value is the addend of coordinate 0, and the further
-    addends are zeros. The answer is the same on every mesh.
+    Three conditions: the plan changes this axis alone, from Shard to Partial; no further axis shards the dim; and the
+    named mesh's shards are even. Otherwise the whole value becomes the addend of coordinate 0, and all further addends
+    are zeros. The answer is the same on every mesh.
     """
     src, dst = plan.src, plan.dst
     if src.mesh != dst.mesh:
@@ -128,10 +128,10 @@ class _Stage:
 class StackedPlan:
     """A plan with the named mesh's sums, ready to run on this rank. Made by `prepare_exact`, run as PreparedPlan.
 
-    Axes are reduced in the tree's order. A rank first adds the addends of its coordinates, then a plan adds the ranks'
-    sums. Before a stacked outer axis of the tree, an inner axis over ranks is reduced for each addend of the outer
-    axis: more bytes than the ordinary plan. Along axes still Partial at the end, the plan runs for each addend. The
-    addends of new Partial axes: `_region_axis`; with Partial("avg"), every addend is the value.
+    Axes are reduced in the tree's order, innermost first. A rank adds the addends of its coordinates, then a plan adds
+    the ranks' sums. Where a later axis has stacked addends, the plan runs once for each of these: more bytes than the
+    ordinary plan. Along axes still Partial at the end, too, the plan runs for each addend. `_region_axis` says which
+    addends a newly Partial axis gets; with Partial("avg"), every addend is the value.
     """
 
     does_nothing = False  # as of PreparedPlan: whether a run returns the local tensor itself

@@ -1,7 +1,7 @@
 """A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
-Parts are padded to equal shapes for the collective. Used by the executor and by buckets.py
-(gradients). Of this module, gathering.py (parameters) uses only `stacking_of` and `view_pairs`.
+Parts are padded to equal shapes for the collective. Used by the executor, by buckets.py (gradients), and by
+gathering.py (parameters).
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class Transfer:
         )
 
     def into_rows(self, senders: Sequence[int], own: int) -> Transfer:
-        """The exchange with received parts kept apart, for a sum in the tree: into [rows, *shape of the result].
+        """The same exchange into [rows, *shape of the result], a row for each sender's part, for a sum in the tree.
 
-        senders: the row of each received part. own: the row of the part of `local`.
+        senders: the row of each part in `received`. own: the row for this rank's own part, `local`.
         """
         received = [(slice(row, row + 1), *box) for row, box in zip(senders, self.received, strict=True)]
         local = None if self.local is None else ((slice(own, own + 1), *self.local[0]), self.local[1])

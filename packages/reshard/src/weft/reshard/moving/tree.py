@@ -33,20 +33,20 @@ def tree_order(axis_names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(axis_names, key=lambda axis: rank.get(axis, len(rank))))
 
 
-def tree_sum(stacked: Tensor, dims: int = 1) -> Tensor:
-    """The sum over the first `dims` dims, by the binary tree of each dim; the tree of dim 0 is innermost.
+def tree_sum(stacked: Tensor) -> Tensor:
+    """The sum over dim 0 by the binary tree, in the dtype of `stacked`.
 
-    `start_sum` adds the numbers gathered from a group's ranks in this way.
-    stacked: [n_0, ..., n_(dims - 1), *shape], each n at least 1; not changed. Returns [*shape], which shares memory
-    with `stacked` where every n is 1.
+    stacked: [n, *shape], n at least 1; not changed. Returns [*shape], which shares memory with `stacked` for n = 1.
     """
-    return tree_reduce("sum", stacked, tuple(range(dims)))
+    return tree_reduce("sum", stacked, (0,))
 
 
 def tree_reduce(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
-    """Reduces the first `len(order)` dims by a binary tree each, in the dtype of `stacked`.
+    """Reduce the first `len(order)` dims, one dim after another, each by the binary tree, in the dtype of `stacked`.
 
-    op: "sum", "product", "min" or "max". order: the dims, innermost tree first. Otherwise as `tree_sum`.
+    op: "sum", "product", "min" or "max". order: these dims, in the order in which they are reduced.
+    stacked: [n_0, ..., n_k, *shape], each n at least 1; not changed. Returns [*shape], which shares memory with
+    `stacked` where every n is 1.
     """
     remaining = [*order]
     while remaining:

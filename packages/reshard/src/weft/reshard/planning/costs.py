@@ -9,20 +9,21 @@ slice, make-partial, relabel     nothing
 
 Alive at the same time are the step's input, its result, and the executor's send and receive buffers.
 
-A lower bound on the elements received by the busiest rank under any plan.
+`lower_bound_elements` bounds from below the elements which the busiest rank receives under any plan.
 
-Without a reduction, a rank must receive the elements that it needs and does not hold. An uneven all-to-all attains
-this bound.
+Without a reduction, a rank must receive the elements needed and not held. An uneven all-to-all attains this
+bound.
 
 With a reduction of p addends, no rank holds elements of the sum at the start, so a rank must receive as many elements
-as it needs. A second bound counts the messages of all ranks. An element needed by `copies` ranks takes at least p - 1
-messages until some rank has the sum, then a message for each other rank: p + copies - 2 in all. There is another
-message if no rank that needs the element had an addend. The busiest rank receives at least its share of all messages:
+as needed. A second bound counts the messages of all ranks. An element needed by `copies` ranks takes at least p - 1
+messages until some rank has the sum, then a message for each further rank: p + copies - 2 in all. There is another
+message if no rank needing the element had an addend. The busiest rank receives at least its share of all messages:
 (p - 1) / p of the tensor for a reduce-scatter, 2 (p - 1) / p for an all-reduce (Patarasu and Yuan, 2009, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations").
 
-Where the target is Partial over an axis and the source is not, the value is counted at index 0 of the axis, the index
-with the value. Where the source is sharded over the axis, the ranks along the axis may share the elements to receive.
+Where the target is Partial over an axis and the source is not, the value is counted at index 0 of the axis: further
+indices hold the identity. Where the source is sharded over the axis, the ranks along the axis may share the elements
+to receive.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int
 
 
 def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
-    """Elements received by the busiest rank from `src` to `dst` under any plan, at least."""
+    """A lower bound on the elements received by the busiest rank from `src` to `dst` under any plan."""
     shape = tuple(shape)
     if src.mesh != dst.mesh:
         return _bound_between_meshes(src, dst, shape)

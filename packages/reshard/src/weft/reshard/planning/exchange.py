@@ -1,6 +1,6 @@
 """The messages of an exchange: the step from any layout to any layout, on the same mesh or on another mesh.
 
-A rank lacks the elements of its target part that are outside its source part. Each missing piece is sent by a single
+A rank lacks the elements of the target part outside the source part. Each missing piece is sent by a single
 holder: the least loaded of the nearest holders. All messages follow from the layouts and the shape, and every rank
 computes the same messages. A rank holds a single box of the tensor, and needs a single box. Therefore a rank sends at
 most a single box to each receiver.

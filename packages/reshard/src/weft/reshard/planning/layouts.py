@@ -1,6 +1,6 @@
 """Layouts as the planner uses them: duals, layouts of gradients, ops of Partial, and specs.
 
-A spec is a layout without its Partial axes: for each dim of a tensor, the axes that shard the dim, major first.
+A spec is a layout without the Partial axes: for each dim of a tensor, the axes sharding the dim, major first.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ cotangent = lru_cache(maxsize=65536)(replicate_partials)  # cached, for backward
 def dual_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a value in `layout`: Replicate and Partial("sum") swapped, Shard kept.
 
-    Raises LayoutError for a reduction that is not a sum.
+    Raises LayoutError for any reduction but a sum.
     """
     swapped: dict[str, Placement] = {}
     for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True):
         if isinstance(placement, Partial):
             if placement.op != "sum":
-                raise LayoutError(f"({layout}) has no dual: {placement} on axis {axis!r} is not a sum")
+                raise LayoutError(
+                    f"({layout}) has no dual: {placement} on axis {axis!r} is not a sum, and only sums have a "
+                    f"backward; reshard to a layout without {placement} outside of autograd"
+                )
             swapped[axis] = Replicate()
         elif isinstance(placement, Replicate):
             swapped[axis] = Partial()
@@ -55,7 +58,7 @@ def dual_layout(layout: Layout) -> Layout:
 def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
     """Raise LayoutError where reductions cannot be combined or do not exist for `dtype`.
 
-    A layout may have a single reduction. On an axis, a change from one Partial to another is refused.
+    A layout may have a single reduction. A change of an axis from a Partial to a different Partial is refused.
     """
     for layout in (src, dst):
         ops = {p.op for p in layout.placements if isinstance(p, Partial)}
@@ -77,7 +80,7 @@ def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
 
 
 def reduced_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """The axes over which a change between two layouts on one mesh reduces a Partial value, in the mesh's order."""
+    """The axes over which a change between two layouts on a mesh reduces a Partial value, in the mesh's order."""
     return tuple(
         axis
         for axis, before, after in zip(src.mesh.axis_names, src.placements, dst.placements, strict=True)
@@ -86,9 +89,10 @@ def reduced_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
 
 
 def shard_replicated_axes(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
-    """`layout` with Shard on each of `axes` that replicates; a scalar's layout is unchanged.
+    """`layout` with Shard in place of Replicate on `axes`; a scalar's layout is unchanged.
 
-    An axis shards the first dim that it divides evenly; where there is none, dim 0. Axes outside the mesh are ignored.
+    An axis shards the first dim whose local size is a multiple of the axis's size, else dim 0. Axes outside the mesh
+    are ignored.
     """
     for axis in axes:
         if axis in layout.mesh.axis_names and layout[axis] == Replicate() and shape:
@@ -139,7 +143,7 @@ def spec_of(layout: Layout, ndim: int) -> Spec:
 def moved_axes(src: Spec, dst: Spec) -> set[str]:
     """The axes over which an exchange moves data.
 
-    In every dim, all axes of either spec after the first axes common to both.
+    In every dim, the axes of both specs, without the first axes common to both.
     """
     axes: set[str] = set()
     for a, b in zip(src, dst, strict=True):
@@ -149,12 +153,12 @@ def moved_axes(src: Spec, dst: Spec) -> set[str]:
 
 
 def sharding_axes(spec: Spec) -> set[str]:
-    """All axes that shard a dim."""
+    """All axes sharding a dim."""
     return {axis for order in spec for axis in order}
 
 
 def append_axes(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
-    """`spec` with axes added, each as the minor axis of its dim.
+    """`spec` with axes added, each as the minor axis of a dim.
 
     where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.
     """

@@ -21,7 +21,7 @@ OWNER = "owner"  # the axis of a mesh of owners
 
 @dataclass(frozen=True, slots=True)
 class MatrixShards:
-    """A sharded matrix, as the ranks around one rank hold the shards."""
+    """A sharded matrix, and how a group of ranks holds the shards."""
 
     layout: Layout  # of a stack of such matrices [k, n, m], on the ranks with shards; dim 0 is not sharded
     shape: tuple[int, int]  # (n, m), of the whole matrix
@@ -46,7 +46,9 @@ class Stack:
 
 @lru_cache(maxsize=65536)
 def shards_of(layout: Layout, shape: tuple[int, ...], rank: int, rows: int | None = None) -> MatrixShards | None:
-    """The shards of a parameter's matrices around `rank`. None where `rank` holds whole matrices, or none.
+    """How the ranks which share a parameter's matrices with `rank` hold the shards.
+
+    None where `rank` holds whole matrices, or none.
 
     shape: of the parameter, [n, m], or [k, n, m] for a stack of k matrices.
     rows: of a block, for a parameter [n, m] orthogonalized block by block; None: the matrix is a single block. Axes

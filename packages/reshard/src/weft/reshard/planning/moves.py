@@ -1,4 +1,4 @@
-"""Moves: candidate steps between specs, each with its traffic. The search (search.py) compares ways: lists of moves.
+"""Moves: candidate steps between specs, with their traffic. The search (search.py) compares ways: lists of moves.
 
 The traffic of a move says, for each axis, how many messages and elements the busiest rank receives. The traffic follows
 from sizes alone: every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
@@ -9,7 +9,7 @@ all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) e
 all-to-all, exchange         the elements needed and lacked by a rank, from the nearest holders
 slice, make-partial          nothing
 
-A message uses the slowest of the axes in which its two ranks differ.
+A message uses the slowest of the axes in which the two ranks differ.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MoveBuilder:
     apart: bool  # reduce over several axes by a collective per axis, the fastest axis first
 
     def slices(self, src: Spec, dst: Spec) -> Way:
-        """Slices along the axes that `dst` adds to `src`. The axes of each dim in `dst` begin with those in `src`."""
+        """Slices along the axes which `dst` adds to `src`. In `dst`, each dim's axes begin with the axes in `src`."""
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
             for axis in b[len(a) :]:
@@ -75,7 +75,7 @@ class MoveBuilder:
         return way
 
     def gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
-        """Ways to gather the axes that `dst` lacks. The axes of each dim in `src` begin with those in `dst`.
+        """Ways to gather the axes which `dst` lacks. In `src`, each dim's axes begin with the axes in `dst`.
 
         First, where shards divide evenly or each dim has one axis to gather: one AllGather of all axes. If thorough,
         also with a collective per axis. Then, where a dim has several axes to gather, or if thorough: an AllGather for
@@ -172,7 +172,7 @@ def _orders(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that pricing needs: of a tensor and of a mesh. Made by `sizes_of`."""
+    """The sizes needed for prices: of a tensor and of a mesh. Made by `sizes_of`."""
 
     shape: tuple[int, ...]  # of the tensor
     axes: Mapping[str, int]  # axis -> size
@@ -246,8 +246,8 @@ class Sizes:
     def overlap(self, src: Spec, dst: Spec) -> int:
         """Elements needed under `dst` and held under `src`, on the rank with the fewest.
 
-        Where the axes of each dim in one spec begin with those in the other, the last rank has the fewest, because its
-        parts are the smallest. Otherwise some rank may hold nothing that it needs: then 0.
+        Where in each dim the shorter of the two lists of axes begins the longer list, the last rank has the fewest:
+        the last parts are the smallest. Otherwise some rank may hold none of the needed elements: then 0.
         """
         elements = 1
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):

@@ -1,9 +1,9 @@
-"""Plans: the steps from one layout to another, as a value to price, print as text and pictures, and transpose.
+"""Plans: the steps from a source layout to a target layout, as a value to price, print, draw and transpose.
 
-Between two meshes (`cheapest_across`), a Partial source is first reduced to shards on its own mesh. Each shard is then
-sent once, to a single rank of the target mesh. Last, the ranks of the target mesh gather the elements needed by several
-of them. Where the meshes share ranks, sending every rank all its missing elements may take fewer bytes, because ranks
-keep the elements they hold.
+Between two meshes (`cheapest_across`), a Partial source is first reduced to shards on the source mesh. Each shard is
+then sent once, to a single rank of the target mesh. Last, the ranks of the target mesh gather the elements needed by
+several of these ranks. Where the meshes share ranks, sending every rank all missing elements may take fewer bytes,
+because ranks keep the elements held.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """A bound from below: under any plan, some rank receives at least so many bytes; see `costs.py`."""
+        """A bound from below: under any plan, some rank receives at least this number of bytes; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             drop_trivial_axes(self.src), drop_trivial_axes(self.dst), self.shape
         )
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes alive at the same time on a rank: the source, a step's input, its result and its buffers.
+        """Most bytes alive at the same time on a rank: the source, a step's input, result and buffers.
 
-        The source counts throughout, because the caller holds it, and is assumed to be contiguous.
+        The source counts throughout, because the caller holds the source, and is assumed to be contiguous.
         """
         return self.dtype.itemsize * max(self._peak_elements_of(rank) for rank in self.ranks)
 
@@ -132,8 +132,8 @@ class Plan:
     def explain(self, *, width: int = WIDTH) -> str:
         """The plan as text: bytes against the bound, peak memory, predicted seconds, the layouts around each step.
 
-        width: the columns that the pictures should fit in. Pictures too wide to stand side by side stand below each
-            other.
+        width: the columns into which the pictures should fit. Pictures too wide to stand side by side stand one below
+            another.
         """
         lines = [*self._figures(), *_picture_lines(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
         if not self.steps:
@@ -184,11 +184,11 @@ def plan(
 ) -> Plan:
     """The plan from `src` to `dst` for a global tensor.
 
-    Computed from global metadata alone, so every rank makes the same plan; cached by its arguments.
+    Computed from global metadata alone, so every rank makes the same plan; cached by the arguments.
 
     topology: the links of the axes: the plan then has the fewest predicted seconds. None: the plan has the fewest
         bytes received by the busiest rank.
-    memory_limit: bytes that may be alive at the same time on a rank: the source, a step's input, its result and
+    memory_limit: bytes allowed to be alive at the same time on a rank: the source, a step's input, its result and
         buffers.
     Raises LayoutError where a layout shards a dim outside the shape, and where the reductions of the
     layouts cannot be combined or do not exist for the dtype.
@@ -263,7 +263,7 @@ def _picture_lines(
 def _step_text(step: Step, layout: Layout) -> str:
     """The step as code on a single line, without arguments at their defaults.
 
-    A target is written as its placements, and its mesh where the step changes the mesh.
+    A target is written as the placements, and the mesh where the step changes the mesh.
     """
     if isinstance(step, Targeted):
         there = "" if step.target.mesh == layout.mesh else f" on {step.target.mesh}"
@@ -285,14 +285,14 @@ def _join_pictures(before: Layout, after: Layout, shape: tuple[int, ...], width:
 def cheapest_across(
     src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Links | None, fits: Fits | None
 ) -> tuple[Step, ...] | None:
-    """Steps from `src` to `dst` on a second mesh; None where `fits` accepts none of the plans found. `plan` calls it.
+    """Steps from `src` to `dst` on a second mesh; None where `fits` accepts none of the plans found. Called by `plan`.
 
     Two plans are tried: the exchange sends each element to a single rank of the target mesh, which then gathers; or to
     all ranks that need the element. Between disjoint meshes the first plan is tried first: each byte crosses once.
     Between meshes that share ranks, the plan whose busiest rank receives fewer elements is tried first.
 
     itemsize, topology: price the steps on each mesh, as in `cheapest`.
-    fits: whether a plan's steps are acceptable, such as within a memory limit; None accepts all.
+    fits: whether a plan's steps are acceptable, as within a memory limit; None accepts all.
     """
     target = replicate_partials(dst)
     partials = tuple(

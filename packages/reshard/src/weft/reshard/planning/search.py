@@ -1,13 +1,13 @@
 """Search for the cheapest steps between two layouts of a mesh.
 
-A `Spec` lists for each dim the axes that shard the dim, major first. `Task` states a search: the spec to start from,
+A `Spec` lists for each dim the axes sharding the dim, major first. `Task` states a search: the spec to start from,
 the spec to reach, and the axes to reduce in between. `Candidates` lists the ways to try, each a list of moves
-(moves.py). `cheapest` prices the ways, and turns the best one into steps.
+(moves.py). `cheapest` prices the ways, and turns the best way into steps.
 
 The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
 collective communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, a
-single exchange of the elements that each rank needs and lacks attains the lower bound. Ways of gathers are listed
-before the exchange: where gathers attain the bound, too, they are chosen.
+single exchange of the elements needed and lacked by each rank attains the lower bound. Ways of gathers are listed
+before the exchange: where gathers attain the bound, too, gathers are chosen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cheapest(
 ) -> tuple[Step, ...] | None:
     """Steps from `src` to `dst`, layouts of the same mesh; None where `fits` accepts none of the ways found.
 
-    topology: with it, the steps take the fewest seconds for elements of `itemsize` bytes. Without it, the busiest rank
+    topology: with it, the steps take the fewest seconds for elements of `itemsize` bytes. Without, the busiest rank
         receives the fewest elements, and among equals the fewest transfers are made.
     fits: whether steps are acceptable, as within a memory limit; by default all are.
     The layouts must have passed `layouts.check_reductions`.
@@ -113,7 +113,7 @@ def _steps(way: Way, task: Task) -> tuple[Step, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A change from one layout of a mesh to another, in specs and sizes. Made by `Task.between`."""
+    """A change between two layouts of a mesh, in specs and sizes. Made by `Task.between`."""
 
     src: Layout
     sizes: Sizes
@@ -139,9 +139,9 @@ class Task:
     def least_received(self) -> int:
         """A lower bound on the elements received by the busiest rank, where all sizes divide evenly; see `costs.py`.
 
-        Without a reduction, the bound is the number of elements that the rank needs and does not hold.
+        Without a reduction, the bound is the number of elements needed by the rank and not held.
 
-        With a reduction, consider the sub-mesh along all axes that may move data, of R ranks. At the end each of them
+        With a reduction, consider the sub-mesh along all axes which may move data, of R ranks. At the end each rank
         needs `needed` elements, and each element is on `copies` ranks: R * needed / copies different elements. Each of
         these takes p - 1 messages to add p addends, and copies - 1 messages to hand on the sum. The busiest of the R
         ranks receives at least the average.
@@ -156,7 +156,7 @@ class Task:
     def can_reduce_exchange(self) -> bool:
         """Whether a single ReduceExchange can do the task.
 
-        For this, each axis that moves data or is reduced must shard a dim at the end; at the start the axis must
+        For this, each axis which moves data or is reduced must shard a dim at the end; at the start the axis must
         shard a dim or be Partial.
         """
         start, end = sharding_axes(self.start), sharding_axes(self.end)
@@ -167,10 +167,10 @@ class Task:
 def _with_partials(
     start: Spec, end: Spec, partials: Sequence[tuple[str, Placement, Partial]]
 ) -> tuple[Spec, tuple[MakePartial, ...]]:
-    """The spec that the search has to reach, and the MakePartial steps after it.
+    """The spec which the search has to reach, and the MakePartial steps afterwards.
 
-    end: the target's spec. partials: (axis, placement in the source, Partial) of every axis that becomes Partial.
-    An axis that shards a dim keeps the shard until its MakePartial, as the minor axis of the dim: MakePartial surrounds
+    end: the target's spec. partials: (axis, placement in the source, Partial) of every axis which becomes Partial.
+    An axis sharding a dim keeps the shard until the MakePartial, as the minor axis of the dim: MakePartial surrounds
     the shard with the op's identity. An average has no identity: before MakePartial(op="avg") the axis replicates.
     """
     steps: list[MakePartial] = []
@@ -211,7 +211,7 @@ class Candidates:
                     yield self.moves.slices(src, before) + exchange + gathers
 
     def _slices_and_gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
-        """Slices, then gathers; only where in every dim the axes of one spec are the first axes of the other."""
+        """Slices, then gathers; only where in every dim the shorter of the two lists of axes begins the longer list."""
         longest = []
         for a, b in zip(src, dst, strict=True):
             longer, shorter = (a, b) if len(a) > len(b) else (b, a)
@@ -227,7 +227,7 @@ class Candidates:
         """Pairs of specs, before and after an exchange.
 
         Slices lead from `src` to the first spec, gathers from the second spec to `dst`.
-        An axis that replicates in `dst` may shard a dim after the exchange, and be gathered last.
+        An axis replicated in `dst` may shard a dim after the exchange, and be gathered last.
         """
         shardable = sharding_axes(src) | {*self.task.replicated}  # the other axes are Partial at this point
         gatherable = [axis for axis in self.task.sizes.axes if axis in shardable - sharding_axes(dst)]
@@ -256,9 +256,9 @@ class Candidates:
             yield [self.moves.reduce_exchange(self.task.start, self.task.end)]
 
     def _ways_that_reduce_last(self) -> Iterator[Way]:
-        """Ways that move the addends along the sharded axes first, and then reduce.
+        """Ways which move the addends along the sharded axes first, and then reduce.
 
-        Only where, in each dim at the end, the axes to reduce are minor to all other axes.
+        Only where, in each dim at the end, the axes to reduce are minor to all remaining axes.
         """
         scattered = {}
         before = []
@@ -274,7 +274,7 @@ class Candidates:
     def _scattered_and_sliced(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Pairs: which of the axes to reduce are reduce-scattered, and which replicated axes are sliced before.
 
-        The other axes to reduce are all-reduced.
+        The remaining axes to reduce are all-reduced.
         """
         at_end = sharding_axes(self.task.end)
         to_reduce, replicated = self._in_end_order(self.task.to_reduce), self._in_end_order(self.task.replicated)
@@ -294,8 +294,8 @@ class Candidates:
     def _dims(self, axis: str) -> list[int]:
         """The dims to scatter or slice `axis` over: the dim sharded by the axis at the end, where there is one.
 
-        Otherwise all dims, or only the best if the search is not thorough. Dims that the axis divides evenly are better
-        than others; among equals, dims from which a gather leads to the end spec; among these, larger dims.
+        Otherwise all dims, or only the best if the search is not thorough. Dims divisible by the axis's size are better
+        than the rest; among equals, dims from which a gather leads to the end spec; among these, larger dims.
         """
         for dim, order in enumerate(self.task.end):
             if axis in order:
@@ -311,5 +311,5 @@ class Candidates:
         return ranked if self.moves.thorough else ranked[:1]
 
     def _reductions(self, spec: Spec, scattered: Mapping[str, int]) -> Way:
-        """The moves that reduce all axes to reduce. scattered: axis -> dim; the remaining axes are all-reduced."""
+        """The moves which reduce all axes to reduce. scattered: axis -> dim; the remaining axes are all-reduced."""
         return self.moves.reduce(spec, scattered, tuple(a for a in self.task.to_reduce if a not in scattered))

@@ -1,4 +1,4 @@
-"""Runs a plan in one process on a dict of shards, without a network."""
+"""Runs a plan in a single process on a dict of shards, without a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
     """The local tensors of all ranks of the target mesh after the plan.
 
     shards: the local tensors of all ranks of the source mesh.
-    Raises LayoutError where a rank is missing, or where its tensor does not have the shape of its part of the source.
+    Raises LayoutError where a rank is missing, or where a rank's tensor does not have the shape of the rank's part of
+    the source.
     """
     for rank in plan.src.mesh.ranks:
         expected_shape = plan.src.local_shape(plan.shape, rank)

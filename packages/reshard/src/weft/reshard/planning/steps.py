@@ -15,11 +15,11 @@ Dim = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Shard -> Replicate: AllGather("tp", 0), or over several axes in one collective: AllGather(("dp", "tp"), (0, 1)).
+    """Shard -> Replicate: AllGather("tp", 0), or over several axes at once: AllGather(("dp", "tp"), (0, 1)).
 
     axis: the axes, in the order in which they shard their dims, major first.
     dim: the dim of each axis.
-    apart: empty for a single collective over all axes. Otherwise each axis has a collective of its own, in this order.
+    apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     """
 
     axis: Axis
@@ -39,7 +39,7 @@ class AllReduce:
 class ReduceScatter:
     """Partial(op) -> Shard: the dual of AllGather, with the same arguments.
 
-    apart: empty for a single collective over all axes. Otherwise each axis has a collective of its own, in this order.
+    apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     """
 
     axis: Axis
@@ -59,7 +59,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Replicate -> Shard(dim): each rank keeps its part, without communication."""
+    """Replicate -> Shard(dim): each rank keeps a part, without communication."""
 
     axis: str
     dim: int
@@ -69,9 +69,9 @@ class Slice:
 class MakePartial:
     """Replicate or Shard(dim) -> Partial(op), without communication.
 
-    From Replicate, the rank at index 0 keeps the value and the other ranks hold the op's identity; for "avg" all ranks
-    keep the value.
-    From Shard(dim), the local tensor grows to its size without this shard: the rank's part stays at its place, and the
+    From Replicate, the rank at index 0 keeps the value and all further ranks hold the op's identity; for "avg" all
+    ranks keep the value.
+    From Shard(dim), the local tensor grows to the size without this shard: the rank's part stays in place, and the
     op's identity is everywhere else.
     """
 

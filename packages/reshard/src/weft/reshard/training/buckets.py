@@ -239,7 +239,7 @@ class Bucket(Generic[Owner]):
                 if route.local_shape is not None:
                     part = part.view(route.stacking.part)
                     part = part if route.local_shape == route.stacking.part else crop(part, route.local_shape)
-                results.append((owner, wrap_with_spec(part, route.spec)))
+                results.append((owner, _wrap_part(part, route.spec)))
         return results
 
     def _run(self) -> Running:
@@ -289,3 +289,15 @@ class Bucket(Generic[Owner]):
         shapes = [route.shape for route in self._routes.values()]
         dtype = next(iter(self._grads.values())).dtype
         return f"gradients of shapes {shapes}, {dtype}, summed over {route.reduction.axes}"
+
+
+def _wrap_part(part: Tensor, spec: Any) -> DTensor:
+    """A DTensor of a part of a flat tensor, which copy.deepcopy can copy.
+
+    A DTensor has the storage offset of the tensor from which it was made, and deepcopy refuses an offset (torch 2.13).
+    """
+    local = part.new_empty(0)
+    dtensor = wrap_with_spec(local, spec)
+    with torch.no_grad():
+        local.set_(part)  # type: ignore[call-overload]  # torch has no types for a tensor alone
+    return dtensor

@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
 Each rank writes a message to the world's store. Only a rank that lacks a gradient reads the messages, to give zeros in
-place of the gradient (gradient_buckets.py).
+place of the gradient (send_order.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from weft.mesh import ProcessMesh
 
@@ -28,20 +28,30 @@ _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; d
 Result = TypeVar("Result")
 
 
+class Sent(NamedTuple):
+    """How far a rank has sent in backward: all positions (send_order.py) before `position`, without `skipped`."""
+
+    position: int
+    skipped: frozenset[int]
+
+    def includes(self, position: int) -> bool | None:
+        """Whether this position was sent; None if the rank has not come to this position."""
+        return position not in self.skipped if position < self.position else None
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A rank's message about a round: which gradients the rank has.
-
-    A round is a synchronization of all gradients: a `GradientSync.wait()`, or the end of a `paused()` with ZeRO 2 or 3.
-    """
+    """A rank's message about a round (send_order.py): which gradients the rank has."""
 
     round: int  # number of the round
     done: bool  # whether the rank has come to the end of the round; the message is final then
     reads: bool  # whether the rank reads its peers' messages, and gives zeros for gradients only peers have
+    turns: int  # the largest number of gradients of a leaf
+    sent: Sent
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
-    # Indices of the leaves whose gradients this rank sends in `wait()` after all leaves of the step's send order: a
-    # leaf outside the order, or a second gradient of a leaf already sent in backward.
-    unexpected: frozenset[int]
+    # By leaf index, the number of gradients that this rank sends in the round; only for leaves of which this rank has
+    # more to send than the order of the first turn: a leaf outside the order, or a further gradient of a leaf.
+    more: dict[int, int]
 
 
 class GradientPresence:
@@ -54,28 +64,31 @@ class GradientPresence:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._leaves, self._round = leaves, 0
         self._published_early = False
-        self._last_text: tuple[object, str] = ((), "")  # the last message's content and text
+        self._last_text: tuple[object, str] = ((), "")  # a part of the last message: content and text
         self._received: dict[int, Message] = {}  # by rank, this round's messages
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
         if self.has_peers:
             self._world, self._name = world(), _unique_name(leaves)
 
-    def publish_early(self, leaf_forms: tuple[Forms, ...], *, repeat: bool) -> None:
+    def publish_early(self, leaf_forms: tuple[Forms, ...], sent: Sent, *, repeat: bool) -> None:
         """Publishes, during backward, which gradients this rank has sent; once in a round unless `repeat`.
 
         A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
-        repeat: publish each time, as in the first step: a rank without gradients learns the zeros' forms by messages.
+        repeat: publish each time. In the first step a rank without gradients learns the zeros' forms by messages, and
+        after the first turn, how far this rank has sent.
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
-            self._publish(leaf_forms, frozenset(), done=False, reads=False)
+            self._publish(leaf_forms, {}, f"{self._round} 0 0 0", sent)
 
-    def publish_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
-        """Publishes, in `wait()`, which gradients this rank has in this round."""
+    def publish_final(
+        self, leaf_forms: tuple[Forms, ...], sent: Sent, more: dict[int, int], *, turns: int, reads: bool
+    ) -> None:
+        """Publishes, at the end of a round, which gradients this rank has. The arguments are fields of Message."""
         self._received.clear()
         if self.has_peers:
-            self._publish(leaf_forms, unexpected, done=True, reads=reads)
+            self._publish(leaf_forms, more, f"{self._round} 1 {reads:d} {turns}", sent)
 
     def advance(self) -> None:
         """Ends the round: the next message is about the next round."""
@@ -95,22 +108,27 @@ class GradientPresence:
         """
         return self._wait_until(self._leaves[index].mesh, lambda message: message.leaf_forms[index] or None) or ()
 
+    def is_sent(self, mesh: ProcessMesh, position: int) -> bool | None:
+        """Whether other ranks of the mesh sent this position in backward; None if no rank has come to the position.
+
+        Waits until a rank has come to the position, or all messages are final.
+        """
+        return self._wait_until(mesh, lambda message: message.sent.includes(position))
+
     def peer_messages(self, leaf: Leaf) -> dict[int, Message]:
         """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
         self._wait_until(leaf.mesh, lambda message: None)
         return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
 
-    def _publish(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, done: bool, reads: bool) -> None:
-        if (leaf_forms, unexpected) != self._last_text[0]:
+    def _publish(self, leaf_forms: tuple[Forms, ...], more: dict[int, int], header: str, sent: Sent) -> None:
+        content = leaf_forms, more, sent.skipped
+        if content != self._last_text[0]:
             distinct = dict.fromkeys(form for forms in leaf_forms for form in forms)
             form_index = {form: i for i, form in enumerate(distinct)}
             form_indices = {i: [form_index[form] for form in forms] for i, forms in enumerate(leaf_forms) if forms}
-            self._last_text = (
-                (leaf_forms, unexpected),
-                json.dumps([[str(form) for form in distinct], form_indices, sorted(unexpected)]),
-            )
-        text = f"{self._round} {done:d} {reads:d} {self._last_text[1]}"
-        self._world.publish(self._key(this_rank()), text.encode())
+            body = json.dumps([[str(form) for form in distinct], form_indices, more, sorted(sent.skipped)])
+            self._last_text = content, body
+        self._world.publish(self._key(this_rank()), f"{header} {sent.position} {self._last_text[1]}".encode())
 
     def _wait_until(self, mesh: ProcessMesh, read: Callable[[Message], Result | None]) -> Result | None:
         """Calls `read` on the messages of the mesh's ranks as messages come, until a result is not None; returns it.
@@ -159,13 +177,15 @@ class GradientPresence:
         return any_new
 
     def _parse(self, text: str) -> Message:
-        number, done, reads, body = text.split(" ", 3)
-        forms, form_indices, unexpected = json.loads(body)
+        number, done, reads, turns, position, body = text.split(" ", 5)
+        forms, form_indices, more, skipped = json.loads(body)
         leaf_forms = tuple(
             tuple([Form.parse(forms[index], leaf.mesh) for index in form_indices.get(str(i), ())])
             for i, leaf in enumerate(self._leaves)
         )
-        return Message(int(number), done == "1", reads == "1", leaf_forms, frozenset(unexpected))
+        sent = Sent(int(position), frozenset(skipped))
+        more = {int(i): total for i, total in more.items()}
+        return Message(int(number), done == "1", reads == "1", int(turns), sent, leaf_forms, more)
 
     @cached_property
     def _peers(self) -> dict[ProcessMesh, list[int]]:

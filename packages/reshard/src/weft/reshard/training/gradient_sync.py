@@ -1,7 +1,7 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-pending_gradient.py has the state of each parameter, gradient_buckets.py the buckets, gradient_presence.py the messages
-between ranks with different gradients.
+pending_gradient.py has the state of each parameter, send_order.py the order of sending, gradient_buckets.py the
+buckets, gradient_presence.py the messages between ranks with different gradients.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..moving.dtensor import layout_of, wrap_with_spec
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .gathered_modules import gathering_units
-from .gradient_buckets import GradientBuckets, send_remaining
+from .gradient_buckets import GradientBuckets
 from .gradient_presence import GradientPresence
 from .hooks import weak_hook
 from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of
+from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
@@ -41,7 +42,8 @@ class GradientSync:
         with sync.paused(): ...   # backward passes only accumulate
 
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
-    computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter.
+    computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter. The
+    target layout of a gradient is the parameter's layout, further sharded over `shard_over`.
     Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
@@ -50,30 +52,31 @@ class GradientSync:
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
-    Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
-    collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
-
-    The target layout of a gradient is the parameter's layout, further sharded over `shard_over`. Before `wait()`,
-    `.grad` holds the gradient if backward computed the target layout; otherwise a partial sum, and once the sum is in a
-    bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an update by hand,
-    torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a torch optimizer's step and Weft's
-    `clip_grad_norm_` raise RuntimeError before `wait()`.
-    Where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is reduced
-    into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With zero=2 and
-    3 every backward pass sends gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`
-    or `wait()` ends.
-    Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
-    gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
-    the parameters' meshes call `wait()` equally often.
+    Before `wait()`: `.grad` holds the gradient if backward computed the target layout; otherwise a partial sum, and
+        once the sum is in a bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an
+        update by hand, torch's `clip_grad_norm_` or a GradScaler. A torch optimizer's step and Weft's
+        `clip_grad_norm_` raise RuntimeError for all new gradients.
+    Buckets: gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
+        collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
+    ZeRO: where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is
+        reduced into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With
+        zero=2 and 3 every backward pass sends gradients, also in `paused()`; the sum is in the shard's `.grad` when
+        `paused()` or `wait()` ends.
+    Missing gradients: ranks may have gradients of different parameters, as with an expert for each rank, or a skipped
+        batch. Every rank gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps
+        `.grad`. All ranks of the parameters' meshes call `wait()` equally often. With zero=3 outside of a pipeline,
+        backward gathers parameters between the sums: all ranks then need gradients of the same parameters.
+    Unused parameters: freeze these (`requires_grad_(False)`). Otherwise every rank lacks a gradient, and waits in every
+        `wait()` for the lists of all ranks (see Communication).
 
     Communication: every rank sends gradients in the reverse order of `module`'s parameters. Hooks may run in different
     orders, as where only some ranks compile a block. A gradient waits for all earlier gradients in this order, except
     for parameters without a gradient on any rank in the last step. In `wait()` each rank writes a list of gradients to
     the store of the process group. A rank reads the lists of all ranks of the parameters' meshes, and waits for them,
     only if the rank lacks the gradient of a trainable parameter, has a gradient in several layouts, or has a gradient
-    to send a second time in the step. A list may also be written in backward, before the wait for an older bucket.
-    Freeze unused parameters (`requires_grad_(False)`): otherwise every rank lacks a gradient, and waits for all lists
-    in every `wait()`.
+    to send a second time in the step; and with zero=2 and 3, if the number of passes is not the last step's. A list may
+    also be written in backward, before the wait for an older bucket.
+    A copied or pickled model has None in place of its GradientSync.
     Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter already with a
     GradientSync, as two would reduce the gradient twice; `close()` the first.
     """
@@ -114,11 +117,8 @@ class GradientSync:
         self._unhooked = list(enumerate(self._leaves))  # leaves without hooks yet, with their indices
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
-        # The leaves to send, in order: leaves with a gradient on any rank in the last step with gradients; at first,
-        # all leaves requiring a gradient.
-        self._expected = tuple(leaf for leaf in self._leaves if leaf.parameter.requires_grad)
-        self._next_index = 0  # in `_expected`: the next leaf to send
-        self.sends_every_pass = any(leaf.sends_every_pass for leaf in leaves)  # ZeRO 2, 3
+        self._order = SendOrder(self._leaves)
+        self.sends_every_pass = self._order.sends_every_pass  # ZeRO 2, 3
         self._presence = GradientPresence(self._leaves)
         self._buckets = GradientBuckets(bucket_bytes, dtype, weak_hook(self._publish_before_wait))
         self._in_wait = False  # whether `wait()` runs
@@ -129,12 +129,21 @@ class GradientSync:
         weakref.finalize(self, self._hooks[0].remove)
         self._hook_parameters()
 
+    def __deepcopy__(self, memo: object) -> None:
+        """None: a copied model has no GradientSync, since hooks belong to the parameters of the original."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled as None, as in `__deepcopy__`."""
+        return type(None), ()
+
     def _hook_parameters(self) -> None:
         """Sets hooks on parameters with `requires_grad` and without hooks."""
         weak_self = weakref.ref(self)
         self._uses.update_requires_grad()
         for index, leaf in self._unhooked:
             if not leaf.parameter.requires_grad or _sync_of(leaf.parameter) is not None:
+                continue
+            if self._uses.is_elsewhere(leaf.parameter):
                 continue
             leaf.is_hooked, _synchronized[leaf.parameter] = True, weak_self
             if leaf.accumulator is leaf.parameter:
@@ -185,13 +194,11 @@ class GradientSync:
         self._hook_parameters()
         self._in_wait = True
         try:
-            leaf_forms = send_remaining(self._leaves, self._expected[self._next_index :], self._buckets, self._presence)
+            leaf_forms, turns = send_remaining(self._order, self._buckets, self._presence, paused=not is_last)
             self._buckets.finish_all()
         finally:
             self._in_wait = False
-        if any(leaf_forms):
-            self._expected = tuple(leaf for leaf, forms in zip(self._leaves, leaf_forms, strict=True) if forms)
-        self._next_index = 0
+        self._order.end_round(leaf_forms, turns, paused=not is_last)
         self._presence.advance()
         reduced_leaves = []
         for leaf, forms in zip(self._leaves, leaf_forms, strict=True):
@@ -199,10 +206,11 @@ class GradientSync:
             if forms:
                 leaf.last_forms = forms
             else:
-                leaf.reduced_grad = None  # all zeros: no rank has a gradient
+                leaf.reduced_grad = leaf.earlier_grad  # zeros were added: no rank has a gradient
             for older in leaf.older_grads:  # only in the target layout: `send_remaining` sends other layouts
                 leaf.add_reduced(older)
             leaf.older_grads.clear()
+            leaf.earlier_grad = None
             if leaf.reduced_grad is None:
                 continue
             parameter = leaf.parameter
@@ -237,7 +245,8 @@ class GradientSync:
             unit.model_gathering.promise_holders.discard(self)
         self._uses.close()
         self._hooks.clear()
-        self._leaves = self._expected = ()
+        self._leaves = ()
+        self._order = SendOrder(())
         self._leaf_of_id.clear()
         self._unhooked.clear()
         self._unsynchronized = False
@@ -270,7 +279,7 @@ class GradientSync:
         # No gradient came: torch runs the hook also where a function returned None, as in zero-bubble backward.
         if leaf.grad is None and not leaf.older_grads:
             return
-        self._send_ready(leaf)
+        self._order.send_ready(leaf, self._buckets, paused=self._paused)
 
     def _accept_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
         """Starts to synchronize this rank's part of a gradient without `.grad`; see `local_grad_callback`.
@@ -292,18 +301,8 @@ class GradientSync:
         leaf.local_grad = route.collapse(part)
         leaf.put_placeholder()
         leaf.has_new_grad = self._unsynchronized = True
-        self._send_ready(leaf)
+        self._order.send_ready(leaf, self._buckets, paused=self._paused)
         return True
-
-    def _send_ready(self, leaf: Leaf) -> None:
-        """Marks a leaf's gradient as ready, and sends the ready gradients before the first missing gradient."""
-        leaf.ready_count += 1
-        while self._next_index < len(self._expected) and (expected := self._expected[self._next_index]).ready_count:
-            self._buckets.add(expected)
-            expected.ready_count -= 1
-            self._next_index += 1
-            if self._next_index == len(self._expected) and self.sends_every_pass:
-                self._next_index = 0  # the next backward pass sends in the same order
 
     def _publish_before_wait(self) -> None:
         """Publishes, in backward, the gradients sent so far. Called before the wait for an older bucket.
@@ -314,7 +313,8 @@ class GradientSync:
         if not self._in_wait:
             # In the first step, these messages alone tell a rank the forms of zeros: every message is needed.
             is_first_step = not any(leaf.last_forms for leaf in self._leaves)
-            self._presence.publish_early(tuple([leaf.sent_forms for leaf in self._leaves]), repeat=is_first_step)
+            forms = tuple([leaf.sent_forms for leaf in self._leaves])
+            self._presence.publish_early(forms, self._order.sent, repeat=is_first_step or self._order.turn > 0)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], call: str) -> None:

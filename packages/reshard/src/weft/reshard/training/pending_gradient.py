@@ -69,11 +69,14 @@ class Leaf:
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
     ready_count: int = 0  # number of gradients ready to send
+    num_grads: int = 0  # number of gradients that were ready to send since `wait()`
+    num_sent: int = 0  # number of times that a gradient, or zeros, went into buckets since `wait()`
     # Forms of the gradients since `wait()` sent by `GradientBuckets.add`, or found in the target layout.
     sent_forms: Forms = ()
     bucket: Bucket[Leaf] | None = None  # the bucket with the last gradient sent
     last_forms: Forms = ()  # forms of the gradients on all ranks, in the last step in which a rank had a gradient
     reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until `wait()` ends
+    earlier_grad: DTensor | None = None  # the gradient of earlier rounds that `reduced_grad` includes
     placeholder: GradPlaceholder | None = None  # in `parameter.grad` from sending to the end of `wait()`; reused
 
     @classmethod
@@ -105,6 +108,24 @@ class Leaf:
     def expects_grad(self) -> bool:
         """Whether this rank should have a gradient of this parameter."""
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
+
+    @property
+    def keeps_passes(self) -> bool:
+        """Whether the gradient of each backward pass is summed over the ranks by itself."""
+        return self.sends_every_pass and exact_axes() is not None
+
+    @property
+    def num_unsent(self) -> int:
+        """How many calls of `GradientBuckets.add` the unsent gradients need."""
+        if not self.keeps_passes or not self.is_hooked:
+            return int(bool(self.unsent_forms()))
+        return (self.local_grad is not None) + len(self.older_grads) + (self.grad is not None)
+
+    def take_older_grads(self) -> list[DTensor]:
+        """Removes and returns the gradients that were set aside; of a leaf that keeps passes, the oldest alone."""
+        number = 1 if self.keeps_passes else len(self.older_grads)
+        removed, self.older_grads = self.older_grads[:number], self.older_grads[number:]
+        return removed
 
     def unsent_forms(self) -> Forms:
         """The forms of the gradients not yet handled by `GradientBuckets.add`, which moves forms to `sent_forms`.
@@ -163,7 +184,8 @@ class Leaf:
 
     def reset(self) -> None:
         """Clears the state of the gradients sent so far, once all sums are in `reduced_grad`."""
-        self.has_new_grad, self.ready_count, self.sent_forms, self.bucket = False, 0, (), None
+        self.has_new_grad, self.sent_forms, self.bucket = False, (), None
+        self.ready_count = self.num_grads = self.num_sent = 0
 
     def call_parameter_hooks(self) -> None:
         """Under ZeRO, calls the shard's post-accumulate-grad hooks: autograd calls the hooks of the full copy alone."""
@@ -178,30 +200,36 @@ class Leaf:
         self.parameter.grad = self.placeholder
 
     def set_aside(self, incoming: DTensor) -> None:
-        """Moves the gradient in `.grad` to `older_grads`, where autograd must not add the incoming one.
+        """Moves the gradient in `.grad` to `older_grads`, if autograd must not add the incoming gradient to this one.
 
-        The layouts differ: DTensor would communicate to add. Or each pass sends its gradient, inside `exact_sums`:
-        whether two passes are added before or after the ranks' sum must not depend on when a gradient's turn comes.
+        There are two reasons. Where the layouts differ, DTensor would communicate to add. And where each pass sends a
+        gradient inside `exact_sums`, the order of sums must not depend on when a gradient's turn to be sent comes.
         """
         older = self.grad
         if older is None:  # `.grad` is a placeholder
             self.accumulator.grad = None
             return
-        keeps_passes = self.sends_every_pass and exact_axes() is not None
-        if not keeps_passes and dtensor_spec(older) is dtensor_spec(incoming):
+        if not self.keeps_passes and dtensor_spec(older) is dtensor_spec(incoming):
             return
         layout = layout_of(older)
-        if not keeps_passes and layout == layout_of(incoming):
+        if not self.keeps_passes and layout == layout_of(incoming):
             return
         place = next((i for i, each in enumerate(self.older_grads) if layout_of(each) == layout), None)
-        if keeps_passes or place is None:
+        if self.keeps_passes or place is None:
             self.older_grads.append(older)
         else:
             self.older_grads[place] = sum_of(self.older_grads[place], older)
         self.accumulator.grad = None
 
     def add_reduced(self, grad: DTensor) -> None:
-        """Adds a gradient in the target layout to `reduced_grad`."""
+        """Adds a gradient in the target layout to `reduced_grad`.
+
+        Of a leaf that keeps passes, the first is added to the gradient of earlier rounds: a round of several passes
+        adds them in the same order as rounds of one pass.
+        """
+        if self.reduced_grad is None and self.keeps_passes:
+            self.reduced_grad = self.earlier_grad = grad_of(self.parameter)
+            self.put_placeholder()
         self.reduced_grad = sum_of(self.reduced_grad, grad)
 
     @property

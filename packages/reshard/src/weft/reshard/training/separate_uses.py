@@ -1,4 +1,4 @@
-"""`Use`: a module's use of a parameter that other modules share, with a gradient of its own up to the ranks' sum.
+"""`Use`: a module's use of a parameter that other modules share. The gradients of each use are summed apart over ranks.
 
 Autograd adds the gradients of all uses of a parameter on each rank, before the ranks' sum. Where the uses are on two
 stages of a pipeline, the ranks of each stage sum the gradient of their use, and these sums are added. With separate
@@ -28,15 +28,19 @@ _USES = "_separate_uses"  # attribute of a module: its separate uses, by the par
 
 
 class _Enter(torch.autograd.Function):
-    """(parameter, stand-in) -> the parameter's values. The gradient goes to the stand-in."""
+    """(parameter, stand-in, use) -> the parameter's values.
+
+    The gradient goes to the stand-in; to the parameter if the GradientSync was closed since.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, stand_in: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, stand_in: Tensor, use: Use) -> Tensor:
+        ctx.use = use
         return parameter.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        return (None, grad, None) if ctx.use.is_held else (grad, None, None)
 
 
 class Use:
@@ -63,17 +67,25 @@ class Use:
     def _slots(self) -> dict[str, Any]:
         return self._module._parameters
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a GradientSync synchronizes the gradient of this use."""
+        return self._stand_in is not None and self._synchronized_by is not None and self._synchronized_by() is not None
+
     def give_stand_in(self, stand_in: DTensor | None, sync: object) -> None:
         """From now on the gradient goes to `stand_in`, while `sync` is alive; None: to the parameter again."""
         self._stand_in, self._synchronized_by = stand_in, weakref.ref(sync)
 
     def enter(self) -> DTensor:
-        """Put the parameter's values, with the stand-in's gradient, into the module; return the parameter."""
+        """Put the parameter's values, with the stand-in's gradient, into the module; return the parameter.
+
+        Raises RuntimeError for a parameter with hooks of the program's: these would see the other uses' gradient alone.
+        """
         parameter = self.parameter
-        has_sync = self._synchronized_by is not None and self._synchronized_by() is not None
-        if has_sync and self._stand_in is not None and parameter.requires_grad and torch.is_grad_enabled():
+        if self._stand_in is not None and self.is_held and parameter.requires_grad and torch.is_grad_enabled():
+            _refuse_hooks(parameter, self._name)
             self._stand_in.requires_grad_(True)  # the parameter may be unfrozen since the last `wait()`
-            self._slots[self._name] = _Enter.apply(parameter, self._stand_in)  # type: ignore[no-untyped-call]
+            self._slots[self._name] = _Enter.apply(parameter, self._stand_in, self)  # type: ignore[no-untyped-call]
         return parameter
 
     def leave(self, parameter: DTensor) -> None:
@@ -97,7 +109,7 @@ class _UseCall:
 def separate_use(module: nn.Module, name: str) -> None:
     """Let the gradient of the shared parameter `module.name` by calls of `module` be synchronized by itself.
 
-    Without a GradientSync, autograd adds the gradients of all uses. Call it before `gather_when_called`.
+    Without a GradientSync, autograd adds the gradients of all uses. Call `separate_use` before `gather_when_called`.
     """
     if _USES not in module.__dict__:
         module.__dict__[_USES] = {}
@@ -115,9 +127,13 @@ class UsesOfStep:
         self, module: nn.Module, full_copies: Mapping[DTensor, FullParameter], axes: Sequence[str], sync: object
     ) -> None:
         self._by_use: dict[Use, Leaf] = {}
+        self._held_elsewhere: list[Use] = []  # by a GradientSync made earlier
         for prefix, each in module.named_modules():
             for name, use in each.__dict__.get(_USES, {}).items():
                 parameter = use.parameter
+                if use.is_held:  # the parameter is frozen: no two GradientSyncs have a trainable parameter
+                    self._held_elsewhere.append(use)
+                    continue
                 leaf = Leaf.of(f"{prefix}.{name}".lstrip("."), parameter, full_copies.get(parameter), axes)
                 own = _stand_in(parameter, layout_of(parameter))
                 is_full = leaf.accumulator is not parameter
@@ -131,11 +147,17 @@ class UsesOfStep:
         """The states, in an order that is equal on every rank."""
         return list(self._by_use.values())
 
+    def is_elsewhere(self, parameter: DTensor) -> bool:
+        """Whether an earlier GradientSync synchronizes a use of the parameter, and therefore the parameter."""
+        return any(use.parameter is parameter and use.is_held for use in self._held_elsewhere)
+
     def update_requires_grad(self) -> None:
-        """Make the stand-ins require a gradient exactly where the parameters do."""
+        """Make the stand-ins require a gradient exactly where the parameters do, in the same dtype."""
         for use, leaf in self._by_use.items():
             for stand_in in (leaf.parameter, leaf.accumulator):
                 stand_in.requires_grad_(use.parameter.requires_grad)
+                if stand_in.grad is None and hasattr(stand_in, "grad_dtype"):
+                    stand_in.grad_dtype = use.parameter.grad_dtype
 
     def add_to_parameters(self) -> None:
         """Add the synchronized gradients of the stand-ins to the parameters' gradients."""
@@ -149,6 +171,16 @@ class UsesOfStep:
         for use in self._by_use:
             use.give_stand_in(None, self)
         self._by_use.clear()
+
+
+def _refuse_hooks(parameter: Tensor, name: str) -> None:
+    hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("weft.")]
+    if own:
+        raise RuntimeError(
+            f"{len(own)} hooks are on {name}, a parameter of several uses whose gradients are summed one by one inside "
+            f"exact_sums, and a hook would see a single use; remove the hooks, and change .grad after wait()"
+        )
 
 
 def _stand_in(parameter: DTensor, layout: Layout) -> DTensor:

@@ -34,7 +34,7 @@ _AREAS = 2
 
 
 def sum_parts(parts: list[Tensor], group: dist.ProcessGroup, members: Members) -> Running:
-    """The sum over the group's members of `parts`, concatenated into a flat tensor; a generator, as each `Running`.
+    """The sum over the group's members of `parts`, concatenated into a flat tensor. A generator: see `Running`.
 
     parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
         tensors.

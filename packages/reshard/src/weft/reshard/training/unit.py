@@ -303,8 +303,8 @@ class _Call:
     def on_output_grad(self, _: Tensor) -> None:
         """Hook: backward has the gradient of an output. The first output begins the call's backward.
 
-        Without inputs the count stays 0, and each output calls `begin_backward`: from the second output on, the full
-        copies are already swapped in.
+        A call without inputs calls `begin_backward` again at each further output, when the full copies are already in
+        place.
         """
         if not self.missing_input_grads:
             self.missing_input_grads = self.input_count

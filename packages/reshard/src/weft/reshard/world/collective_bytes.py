@@ -30,16 +30,16 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective, as a rank issues it."""
+    """A collective issued by a rank."""
 
     kind: str  # such as "all-reduce"
     axes: tuple[str, ...]  # mesh axes of the group; () where unknown
     nbytes: int  # received from other ranks, by `received_bytes`
-    at_most: bool = False  # whether `nbytes` is the most: recorded on shapes, of bytes that depend on data
+    at_most: bool = False  # whether `nbytes` is an upper bound: on shapes, where the bytes depend on data
 
 
 def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, itemsize: int = 1) -> int:
-    """Bytes that a rank receives from the rest of its group, by the ring algorithms; see `planning.costs`.
+    """Bytes received by a rank from the rest of the group, by the ring algorithms; see `planning.costs`.
 
     input_bytes, output_bytes: of the collective's input and output on this rank.
     itemsize: bytes of an element.
@@ -62,7 +62,7 @@ def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, i
 
 
 def uneven_bytes(output_bytes: int, sizes: Sequence[int], position: int) -> int:
-    """Bytes that a rank receives in an all-to-all of uneven parts; its own part is not received.
+    """Bytes received by a rank in an all-to-all of uneven parts; the rank's own part is not received.
 
     sizes: the rows which each rank of the group sends to this rank. position: of this rank in the group.
     """
@@ -78,7 +78,7 @@ def count_as(kind: str, nbytes: int | None = None, *, at_most: bool = False) -> 
     """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
     nbytes: received by a rank, where the call's tensors do not show this.
-    at_most: `nbytes` is the most, on shapes; the data decides.
+    at_most: whether `nbytes` is an upper bound, because the bytes depend on data which a run on shapes lacks.
     """
     token = _counted_as.set((kind, nbytes, at_most))
     try:
@@ -92,9 +92,9 @@ _counts: ContextVar[bool] = ContextVar("_counts", default=True)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Collectives issued inside are not counted: they are the second half of one whose whole bytes are counted.
+    """Collectives issued inside are not counted: an earlier collective is counted with the bytes of both.
 
-    Listeners of a recording still get their calls, as `Call`s without a Collective: all ranks must issue them.
+    Listeners of a recording still get a `Call`, without a Collective: all ranks must issue the call.
     """
     token = _counts.set(False)
     try:
@@ -124,7 +124,7 @@ def kind_of_op(namespace: str, name: str) -> str | None:
 
 
 def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output: Any) -> int:
-    """Bytes that a rank receives in a call of torch's op, from the op's arguments and output.
+    """Bytes received by a rank in a call of torch's op, from the op's arguments and output.
 
     rank: of this process in the group. A rank's own part of an all-to-all is not counted.
     """

@@ -1,4 +1,4 @@
-"""`in_graph`: functions that stay a single node in Dynamo's graph.
+"""`in_graph`: functions that stay a single node in Dynamo's graph. `between_graphs`: functions that stay outside.
 
 Dynamo cannot trace layouts, which are Python values. Therefore functions on DTensors are decorated with `in_graph`.
 Dynamo and Triton are slow to import, and are imported when DTensors are first used (`allow`), not before.
@@ -54,7 +54,7 @@ def _as_concrete(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
-_unregistered: list[Callable[..., Any]] = []  # `in_graph` functions that Dynamo does not know yet
+_unregistered: list[Callable[[], Any]] = []  # tell Dynamo of functions that Dynamo does not know yet
 
 
 def in_graph(function: Function) -> Function:
@@ -72,13 +72,41 @@ def in_graph(function: Function) -> Function:
         guard_shapes()
         return function(*_as_concrete(args), **{name: _as_concrete(each) for name, each in kwargs.items()})
 
-    _unregistered.append(node)
-    if "torch._dynamo" in sys.modules:
-        allow()
+    _register(lambda: torch.compiler.allow_in_graph(node))  # type: ignore[no-untyped-call]  # torch has no types for it
     return cast(Function, node)
 
 
+def between_graphs(reason: str) -> Callable[[Function], Function]:
+    """Decorator: compiled code calls the function uncompiled, after one graph and before the next.
+
+    For functions that communicate by counts or Python objects of the batch, which differ from step to step.
+    reason: why, and the remedy; part of torch's error for compiled code with fullgraph=True.
+    """
+
+    def decorate(function: Function) -> Function:
+        called: list[Callable[..., Any]] = [function]
+
+        @wraps(function)
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
+            return called[0](*args, **kwargs)
+
+        def register() -> None:
+            called[0] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+
+        _register(register)
+        return cast(Function, uncompiled)
+
+    return decorate
+
+
+def _register(tell: Callable[[], Any]) -> None:
+    """Calls `tell`, which tells Dynamo of a function, as soon as Dynamo is imported."""
+    _unregistered.append(tell)
+    if "torch._dynamo" in sys.modules:
+        allow()
+
+
 def allow() -> None:
-    """Registers new `in_graph` functions with Dynamo. Called when DTensors are first used."""
+    """Tells Dynamo of new functions of `in_graph` and `between_graphs`. Called when DTensors are first used."""
     while _unregistered:
-        torch.compiler.allow_in_graph(_unregistered.pop())  # type: ignore[no-untyped-call]  # torch has no types for it
+        _unregistered.pop()()

@@ -109,7 +109,7 @@ class FoldedMesh:
         return FoldedGroup(group, axes, self.fold, self.index)
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
-        """Raises LayoutError: ops with sends in steps beside a product, which call this, cannot run for coordinates."""
+        """Always raises LayoutError: the callers, ops which send in steps beside a product, cannot run here."""
         raise LayoutError(
             f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
             f"and call the product alone"
@@ -182,7 +182,7 @@ def run_in_turn(functions: Sequence[Callable[[], Result]]) -> list[Result]:
 
 @contextmanager
 def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
-    """Context manager: this thread's ops go through `modes` of another thread, as those that count collectives."""
+    """Context manager: this thread's ops go through the dispatch modes of another thread, as the caller's ops do."""
     for mode in modes:
         _push_mode(mode)
     try:
@@ -195,7 +195,8 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
 class _Turns:
     """Threads, numbered from 0, of which a single thread has the turn to run. See `run_in_turn`.
 
-    A meeting is a call of `FoldedGroup.meet` by all members of a group: the group's key, and how many came before.
+    A meeting is one call of `FoldedGroup.meet` by each member of a group. Identified by the group's key, and by the
+    number of the group's earlier meetings.
     """
 
     def __init__(self, count: int) -> None:
@@ -204,7 +205,7 @@ class _Turns:
         self._waiting: dict[int, Any] = {}  # by thread: the meeting at which the thread waits
         self._ended: set[int] = set()
         self._meetings: dict[Any, dict[Index, Tensor]] = {}  # by meeting, then by member: the tensor given
-        self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: the result, and the number of members without
+        self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: the result, and how many members lack it
         self._rounds: dict[Any, int] = {}  # by group's key and member: the number of the member's meetings
         self._errors: dict[int, BaseException] = {}
 

@@ -1,6 +1,6 @@
 """The DeviceMeshes and process groups of a ProcessMesh in the current world, and the ProcessMesh of a DeviceMesh.
 
-All groups of Weft are made here. Each function caches by content, so ranks that make the same calls in the same
+All groups of Weft are made here. Each function caches by content, so ranks which make the same calls in the same
 order share the same groups.
 """
 
@@ -25,8 +25,8 @@ RANKS = "ranks"  # the first word of a group's name in a graph, where the name l
 def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a process mesh: made once in each world of process groups, found by content afterwards.
 
-    unpermuted: given if the caller has permuted the axes of its mesh, because in a DTensor the earlier axes are major:
-        the mesh before. `process_mesh` of the result then returns `unpermuted`.
+    unpermuted: the mesh before, where the caller has permuted the axes of a mesh: in a DTensor earlier axes are major,
+        so permuted axes state a different order of shards. `process_mesh` of the result returns `unpermuted`.
 
     Communication: the first call on a rank of the mesh makes the groups along each axis, axis after axis, each as in
     `group_of`. Ranks outside the mesh communicate with nobody.
@@ -91,8 +91,8 @@ def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGrou
 def group_over(mesh: DeviceMesh | FoldedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     """This rank's group along `axes`, for collectives to which the members' order makes no difference.
 
-    Any order of `axes` gives a group of the same ranks, because a group lists its ranks in ascending order. Axes of
-    size 1 are left out, so that a single remaining axis needs no new group. Communication: as `group_along`.
+    Any order of `axes` gives a group of the same ranks, because a group lists ranks in ascending order. Axes of
+    size 1 are left out: a single remaining axis then needs no new group. Communication: as `group_along`.
     On a FoldedMesh, a group along a folded axis is a FoldedGroup.
     """
     if isinstance(mesh, FoldedMesh):
@@ -117,17 +117,17 @@ def _folded_group(mesh: FoldedMesh, axes: Sequence[str]) -> dist.ProcessGroup | 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of `ranks`, ascending, including this rank; made once in each world of process groups.
 
-    Communication: the first call makes the group and waits for the other members; see `make_group`. Ranks outside the
+    Communication: the first call makes the group and waits for all members; see `make_group`. Ranks outside the
     group need not call. Raises ValueError for ranks outside the world.
     """
     return world().group_of_ranks(ranks)
 
 
 def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
-    """A process group of `ranks`, ascending, used for one purpose only, such as messages between pipeline stages.
+    """A process group of `ranks`, ascending, used for a single purpose, as messages between pipeline stages.
 
-    Its collectives and messages do not wait for those on another group of the same ranks.
-    purpose: any text; each text has its own group. axes: the mesh axes along which the ranks differ.
+    Collectives and messages on this group do not wait for another group of the same ranks.
+    purpose: any text; each text has a separate group. axes: the mesh axes along which the ranks differ.
     Communication: the first call makes the group, as `group_of`.
     """
     current, key = world(), ("for", purpose, ranks)
@@ -138,15 +138,15 @@ def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) 
 
 
 def world_cache() -> dict[Any, Any]:
-    """A cache for values that refer to process groups; a new world starts with an empty cache."""
+    """A cache for values which refer to process groups; a new world starts with an empty cache."""
     return world().cache
 
 
 def graph_name_of(group: dist.ProcessGroup) -> str:
     """The name of a group in a compiled graph; `group_named` returns the group.
 
-    torch keeps graphs on disk, and a later program may load a graph before it has made the group. So the name of a
-    group made here lists the group's ranks, from which the program makes the group. For torch's own groups the name
+    torch keeps graphs on disk, and a later program may load a graph before making the group. Therefore the name of
+    a group made here lists the group's ranks, from which the program makes the group. For torch's own groups the name
     is the `group_name`, a number in the order of creation.
     """
     if group.group_name.startswith(PREFIX):
@@ -157,7 +157,7 @@ def graph_name_of(group: dist.ProcessGroup) -> str:
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group with this `graph_name_of` or torch's `group_name`. Raises RuntimeError where there is none.
 
-    Communication: for a name that lists ranks, as `group_of`.
+    Communication: for a name which lists ranks, as `group_of`.
     """
     if name.startswith(RANKS):
         return group_of(tuple(map(int, name.removeprefix(RANKS).split())))
@@ -178,7 +178,8 @@ def device_type() -> str:
 def axes_of_group(group_name: str) -> tuple[str, ...]:
     """The mesh axes of a group, by torch's `group_name`, for counting a collective's bytes by axis.
 
-    Several sets of axes may have one group; the axes are those of the group's first use. () for a group made elsewhere.
+    Several sets of axes may have the same group; the axes are those of the group's first use. () for a group made
+    elsewhere.
     """
     return world().axes.get(group_name, ())
 

@@ -149,7 +149,7 @@ class Recorded:
         return None if calls is None else (tuple(self._issued[mark[0] :]), calls)
 
     def repeat(self, calls: tuple[tuple[Collective, ...], Any]) -> None:
-        """Adds calls of `calls_since` to the record and to the tape, as if the program had issued them again."""
+        """Adds `calls`, from `calls_since`, to the record and to the tape, as if the program ran them again."""
         self._issued += calls[0]
         if self.tape is not None:
             self.tape.repeat(calls[1])

@@ -1,11 +1,11 @@
-"""The ranks that communicate: the processes of init_process_group(), or one rank whose collectives are only recorded.
+"""The ranks which communicate: the processes of init_process_group(), or a rank whose collectives are only recorded.
 
 `World` is the interface. `Processes` implements `World` over torch.distributed, recording.py for recorded
 collectives. Code asks `world()`, mostly through groups.py, for this process's rank, a mesh or a group.
 
-The members alone make a group, under a name derived from its ranks. torch.distributed.new_group() must be called by the
+The members alone make a group, under a name derived from the ranks. torch.distributed.new_group() must be called by the
 whole world, and names groups by a counter. Where ranks make different groups, because each works on a part of the
-model, the counters of different groups can agree, and their members connect to each other. With
+model, the counters of different groups can agree, and members of different groups connect. With
 use_local_synchronization only the members call, but the counter stays. Here groups are made as in new_group(), but are
 named by a digest of the ranks: different groups have different names and cannot connect.
 
@@ -54,10 +54,10 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     """Makes a process group of `ranks`, ascending, including this rank, on the backend of the world.
 
     purpose: distinguishes several groups of the same ranks.
-    Communication: waits for the other members through the world's store, up to the timeout given to
+    Communication: waits for all members through the world's store, up to the timeout given to
     init_process_group().
-    Raises RuntimeError where members do not come in time, for example because they list different ranks. The message
-    names these members, and the groups that they are making.
+    Raises RuntimeError where members do not come in time, for example because members list different ranks. The
+    message says which members are missing, and which groups they make instead.
     """
     default, rank = dist.group.WORLD, dist.get_rank()
     assert default is not None, "the world exists, as `Processes` does"
@@ -87,7 +87,7 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
 def publish(name: str, value: bytes) -> None:
     """Publishes a few bytes to all ranks under a name.
 
-    Communication: one request to the world's store, which TCPStore does not answer.
+    Communication: a request to the world's store, which TCPStore does not answer.
     """
     PrefixStore("weft", _get_default_store()).set(f"published/{name}", value.hex())
 
@@ -95,7 +95,7 @@ def publish(name: str, value: bytes) -> None:
 def published(names: Sequence[str]) -> list[bytes | None]:
     """The bytes published so far under each name; None for a name without bytes.
 
-    Communication: two requests to the world's store if every name has bytes; otherwise one, and one or two a name.
+    Communication: two requests to the world's store if every name has bytes; otherwise 1, and 1 or 2 for each name.
     """
     store = PrefixStore("weft", _get_default_store())
     keys = [f"published/{name}" for name in names]
@@ -144,9 +144,9 @@ class _Members:
 
     name: the group's name, a digest of `text`. text: the ranks, the backend and the purpose, for messages.
     Keys in the store, where r is a rank and `at` is name/purpose:
-    making/r: the group that rank r is making.
-    name/ranks: the text of the first member. A member finds a different text only if two texts have one digest.
-    at/r: rank r has come. at/count: number of ranks that have come. at/all: all have come.
+    making/r: the group which rank r is making.
+    name/ranks: the text of the first member. A member finds a different text only if two texts have the same digest.
+    at/r: rank r has come. at/count: number of ranks which have come. at/all: all have come.
     """
 
     def __init__(self, store: Store, name: str, text: str, ranks: Sequence[int], rank: int) -> None:
@@ -158,7 +158,8 @@ class _Members:
         first_text = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
         if first_text != self._text:
             raise RuntimeError(
-                f"rank {self._rank} makes a group of {self._text}, which another member makes of {first_text}"
+                f"rank {self._rank} makes a group of {self._text}, and another rank made a group of {first_text} by "
+                f"the same name; give one of the groups another purpose"
             )
         store.set(f"making/{self._rank}", self._text)
         store.set(f"{at}/{self._rank}", "")
@@ -210,16 +211,16 @@ class World(Protocol):
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         """The process group of the ranks of `part`, which include this rank.
 
-        Communication: with the other ranks of `part` where the group is new.
+        Communication: with the ranks of `part` where the group is new.
         """
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """`group_of` for ranks, ascending, that need not be a part of a mesh."""
+        """`group_of` for ranks, ascending, which need not be a part of a mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of `ranks`, ascending, for a purpose, such as the messages between two pipeline stages.
+        """A new group of `ranks`, ascending, for a purpose, as the messages between two pipeline stages.
 
-        Collectives on this group do not wait for collectives on other groups of these ranks.
+        Collectives on this group do not wait for collectives on further groups of these ranks.
         axes: the mesh axes along which the ranks differ. Communication: as `group_of`.
         """
 
@@ -239,7 +240,7 @@ class World(Protocol):
 class Processes:
     """The World of the processes joined by an init_process_group(); made by `processes()`.
 
-    The next init_process_group() gets a new instance, so no group outlives its world.
+    The next init_process_group() gets a new instance, so no group outlives the world.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -306,7 +307,7 @@ class Processes:
 
 
 def nontrivial_axes(mesh: ProcessMesh) -> tuple[str, ...]:
-    """The axes of a mesh with more than one rank."""
+    """The axes of a mesh with two ranks or more."""
     return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 

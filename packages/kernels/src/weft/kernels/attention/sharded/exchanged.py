@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh.extension import terms
+from weft.reshard.extension import between_graphs
 
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, infer_gradient_layouts
@@ -20,6 +21,7 @@ from .op import check_scores
 OPERANDS = ("the query", "the key", "the value", "the sinks")
 
 
+@between_graphs("keys are on their way by the documents of the batch; compile without fullgraph")
 @autocasts("attention")
 def attention_to_received(
     query: Tensor,

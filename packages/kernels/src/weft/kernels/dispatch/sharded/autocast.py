@@ -1,4 +1,4 @@
-"""`torch.autocast` for ops on plain tensors and DTensors: operands are cast by `RUNS`; inside an op autocast is off."""
+"""`torch.autocast` for ops on plain tensors and DTensors: `CASTS` tells how; inside an op autocast is off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 from weft.reshard.extension import in_graph, wrap
 
-from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
+from ..autocast import CASTS, CastTo, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling
 
 # Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
@@ -34,7 +34,7 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
     The device of the first tensor decides which autocast applies. A parameter is cast in every call, and its gradient
     is cast back.
     """
-    runs = RUNS[name]
+    cast_to = CASTS[name]
 
     def decorator(op: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(op)
@@ -46,11 +46,11 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
             if dtype is None:
                 return op(*args, **kwargs)
             operands = [each.dtype for each in (*args, *kwargs.values()) if may_be_cast(each)]
-            wanted = operands_dtype(runs, dtype, operands)
+            wanted = operands_dtype(cast_to, dtype, operands)
             if wanted is not None:
                 args = tuple([_cast(each, wanted) for each in args])
                 kwargs = {name: each if name in NEVER_CAST else _cast(each, wanted) for name, each in kwargs.items()}
-            elif runs is Runs.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
+            elif cast_to is CastTo.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
                 kwargs["compute_dtype"] = kwargs.get("compute_dtype") or dtype
             with autocast_off(first):
                 return op(*args, **kwargs)
@@ -66,7 +66,7 @@ def cast_for(name: str, operand: Operand) -> Operand:
     The collective then moves the operand, and in backward its gradient, in the dtype of autocast.
     """
     dtype = autocast_dtype(operand)
-    wanted = None if dtype is None else operands_dtype(RUNS[name], dtype, [operand.dtype])
+    wanted = None if dtype is None else operands_dtype(CASTS[name], dtype, [operand.dtype])
     cast: Operand = operand if wanted is None else _cast(operand, wanted)
     return cast
 

@@ -1,4 +1,4 @@
-"""`CallPlan`: layouts, global shapes and rank's options of an op's calls with operands of equal metadata.
+"""`CallPlan`: the layouts, shapes and options of an op's calls on operands of equal shapes, dtypes and layouts.
 
 Computed once, and cached until the process groups end.
 """
@@ -154,7 +154,7 @@ class CallPlan:
         return tuple(None if each is None else self._fold.from_named(each) for each in found)
 
     def rule_layouts(self, layouts: Layouts) -> Layouts:
-        """Express layouts of the outputs' gradients for the op's rule: on the fine mesh; in `exact_sums`, the named."""
+        """Layouts of the outputs' gradients on the mesh of the op's rule: the fine mesh, in `exact_sums` the named."""
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
         if self._fold is None:
             return fine

@@ -90,7 +90,7 @@ def require_one_layout(
         if len(distinct) > 1:
             raise LayoutError(
                 f"{name}: the outputs' gradients have layouts {' and '.join(f'({each})' for each in distinct)}; "
-                f"reshard one"
+                f"reshard an output before its use, so that the layouts of the gradients are equal"
             )
         layouts = gradient_layouts(distinct.pop())
         return layouts if grads[-1] is not None else layouts[:num_shared] + (None,) * (len(layouts) - num_shared)

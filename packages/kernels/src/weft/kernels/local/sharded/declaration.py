@@ -49,10 +49,11 @@ class Declaration:
         return declaration
 
     def _check_axes(self) -> None:
-        """Raise ValueError for an output that ranks with equal inputs cannot compute, or an unknown gradient layout.
+        """Raise ValueError in two cases.
 
-        The first: on an axis over which all inputs are replicated, an output is sharded or Partial. The second: a
-        replicated input's gradient could be Partial or replicated, and `gradients` does not tell.
+        On an axis over which all inputs are replicated, an output is sharded or Partial: ranks with equal inputs would
+        compute equal outputs. Or a replicated input's gradient could be Partial or replicated, and `gradients` does not
+        tell which.
         """
         axes = {axis for placements in self.outputs for axis in placements}
         for axis in sorted(axes):

@@ -32,30 +32,30 @@ def on_local_tensors(
     out_shapes: Callable[..., Any] | None = None,
     reshard_inputs: bool = False,
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Decorator to call a function on local tensors, such as your own `torch.autograd.Function`, also with DTensors.
+    """Decorator to call a function on local tensors, as your own `torch.autograd.Function`, also with DTensors.
 
-    Called with plain tensors, the function runs unchanged. Called with DTensors, it receives this rank's local
-    tensors, and its outputs are wrapped as DTensors.
+    Called with plain tensors, the function runs unchanged. Called with DTensors, the function receives this rank's
+    local tensors, and the outputs are wrapped as DTensors.
 
     in_layouts: placement by mesh axis for each input, by parameter name or in order. An input is replicated over axes
         not named. A named axis missing from the mesh counts as an axis of size 1. Every DTensor argument must be
         declared. A plain tensor next to DTensors counts as replicated, and raises LayoutError if declared otherwise.
-        Other arguments are passed on.
+        Arguments which are no tensors are passed on.
     out_layouts: the same for the output. For a tuple of outputs, a sequence.
     grad_layouts: the same for gradients of inputs, by parameter name, where the default is wrong. By default the
         gradient of a sharded input has the input's layout. If an input is replicated over an axis and another input
-        is not, the first one's gradient is Partial there: each rank adds its share.
-    out_shapes: a function with the same parameters. It receives the global torch.Size in place of each tensor, and
-        returns the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called
+        is not, the gradient of the replicated input is Partial on this axis: each rank adds a share.
+    out_shapes: a function with the same parameters, called with the global torch.Size in place of each tensor. Returns
+        the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called
         on meta tensors, once for each kind of inputs.
     reshard_inputs: reshard inputs with another layout to the declared layout, instead of raising LayoutError.
 
     Communication: only the reshards of `reshard_inputs`, and the function's own. If the function cannot be called on
-    meta tensors, also an all-reduce of one number over the mesh in each call.
+    meta tensors, also an all-reduce of a number over the mesh in each call.
 
-    Raises ValueError for a declaration that does not fit the function. A call raises LayoutError for an input with
-    another layout; the message names the reshard to insert. A call also raises LayoutError if any rank's outputs have
-    other local shapes than declared, and then on every rank. For this check each rank calls the function on meta
+    Raises ValueError for a declaration which does not fit the function. A call raises LayoutError for an input with
+    another layout; the message names the reshard to insert. A call also raises LayoutError, on every rank, if the local
+    shapes of any rank's outputs are not as declared. For this check each rank calls the function on meta
     tensors with every rank's local shapes, once for each kind of inputs.
 
         @on_local_tensors(in_layouts={"x": {"dp": "S(0)", "tp": "S(-1)"}}, out_layouts={"dp": "S(0)", "tp": "S(-1)"})
@@ -94,7 +94,7 @@ def on_local_tensors(
 def _collect_inputs(declared: Declaration, arguments: Mapping[str, Any], reshard_inputs: bool) -> dict[str, Tensor]:
     """Collect the declared tensor arguments by parameter name, and reshard them if `reshard_inputs`.
 
-    Raises LayoutError for a DTensor that is not declared, and for a plain tensor declared other than replicated.
+    Raises LayoutError for an undeclared DTensor, and for a plain tensor not declared replicated.
     """
     inputs: dict[str, Tensor] = {}
     mesh = next((process_mesh(each.device_mesh) for each in arguments.values() if isinstance(each, DTensor)), None)
@@ -115,7 +115,7 @@ def _collect_inputs(declared: Declaration, arguments: Mapping[str, Any], reshard
 
 
 def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
-    """Raise LayoutError for a plain tensor declared other than replicated."""
+    """Raise LayoutError for a plain tensor not declared replicated."""
     if _without_unit_axes(wanted) != wanted.replace(**dict.fromkeys(wanted.mesh.axis_names, "R")):
         raise LayoutError(
             f"{declared.name}: {name!r} is a plain tensor, which counts as replicated, but in_layouts declares "
@@ -127,7 +127,7 @@ def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Invocation:
-    """One call of the function. Passed to `_forward` as an option."""
+    """A call of the function. Passed to `_forward` as an option."""
 
     bound: inspect.BoundArguments
     is_checked: bool  # whether the outputs' local shapes were checked for all ranks, on meta tensors
@@ -196,7 +196,7 @@ def _call_on_meta(
     bound: inspect.BoundArguments,
     sizes: Mapping[str, Sequence[int]],
 ) -> tuple[Tensor, ...]:
-    """The outputs for meta tensors. sizes: an input's shape by parameter, instead of its global shape."""
+    """The outputs for meta tensors. sizes: by parameter, the input's shape, instead of the global shape."""
     tensors = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
     empty = {name: torch.empty(sizes.get(name, x.shape), dtype=x.dtype, device="meta") for name, x in tensors}
     with torch.no_grad():
@@ -239,7 +239,7 @@ def _check_parts(
 def _describe_wrong_part(
     declared: Declaration, outputs: tuple[Tensor, ...], parts: Sizes, shapes: Sizes, where: str
 ) -> str | None:
-    """The error message for a rank's outputs with shapes other than declared; None if all are as declared."""
+    """The error message for a rank's outputs whose shapes are not as declared; None if all are."""
     for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
         if tuple(output.shape) != part:
             return (

@@ -19,7 +19,7 @@ TABLE = Path(__file__).parent.with_name("in_steps.json")  # written by benchmark
 Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 
 
-class ProductClass(NamedTuple):
+class ShardedProduct(NamedTuple):
     """A class of products which share a measurement: a key of the table."""
 
     form: Form
@@ -32,7 +32,7 @@ class ProductClass(NamedTuple):
     k: int
 
     @classmethod
-    def of(cls, form: Form, chip: str, dtype: torch.dtype, ranks: int, M: int, N: int, K: int) -> ProductClass:
+    def of(cls, form: Form, chip: str, dtype: torch.dtype, ranks: int, M: int, N: int, K: int) -> ShardedProduct:
         m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
         return cls(form, chip, str(dtype).removeprefix("torch."), ranks, m, n, k)
 
@@ -41,7 +41,7 @@ class ProductClass(NamedTuple):
 class Timing(TableRow):
     """A row of the table: the measured times of forward and backward for a class of products."""
 
-    of: ProductClass  # the timed products
+    of: ShardedProduct  # the timed products
     seconds: float  # in steps
     pair_seconds: float  # the collective and the product in sequence
     where: str  # the device, and the version of torch
@@ -60,10 +60,10 @@ def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
     ranks = layout.mesh.axis_size(axis)
     parts = math.prod(layout.parts(dim) for dim in range(a.ndim - 1))
     M = math.prod(a.shape[:-1]) // (parts // ranks if form == "all_gather_matmul" else parts)
-    row = MEASURED.get(ProductClass.of(form, chip_of(a.device), a.dtype, ranks, M, *weight.shape))
+    row = MEASURED.get(ShardedProduct.of(form, chip_name(a.device), a.dtype, ranks, M, *weight.shape))
     return row is not None and row.seconds < row.pair_seconds
 
 
-def chip_of(device: torch.device) -> str:
-    """`ProductClass.chip` of a device."""
+def chip_name(device: torch.device) -> str:
+    """`ShardedProduct.chip` of a device."""
     return backend.chip_of(device)[0] if device.type == "cuda" else device.type

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..contents import Entry, Unusable
-from ..inputs import LeftOut, Part, Place
+from ..contents import ShardEntry, Unusable
+from ..inputs import LeftOut, Part, RecordPlace
 from ..tokenizer import Tokenizer
 from .encode import Encoded, encode_examples, join_example
 from .example import Task
@@ -45,7 +45,7 @@ class ExampleRecords:
         """A copy whose chat template writes `time` as the current time."""
         return self if self.template is None else replace(self, template=replace(self.template, now=time))
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
+    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The examples of a part, uncut; see `Contents`."""
         records = read_examples(part, left_out, skip_bad=self.skip_bad)
         try:
@@ -68,8 +68,8 @@ class ExampleRecords:
             raise Unusable(str(error)) from None
 
     def _entry(
-        self, place: Place | str, encoded: Encoded, previous: Encoded | None, left_out: LeftOut
-    ) -> Iterator[Entry]:
+        self, place: RecordPlace | str, encoded: Encoded, previous: Encoded | None, left_out: LeftOut
+    ) -> Iterator[ShardEntry]:
         try:
             example = join_example(encoded, place, previous=None if previous is None else previous.completions[0])
         except BadExample:
@@ -77,7 +77,7 @@ class ExampleRecords:
                 raise
             left_out.bad += 1
             return
-        yield Entry(
+        yield ShardEntry(
             tuple(segment.tokens for segment in example.segments),
             tuple(segment.learned for segment in example.segments),
             example.label,

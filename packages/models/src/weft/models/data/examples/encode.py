@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..inputs import LeftOut, Place
+from ..inputs import LeftOut, RecordPlace
 from ..tokenizer import Tokenizer
 from .example import Example, Segment, Task
 from .forms import ASSISTANT, BadExample, Dialog, read_form
@@ -29,14 +29,14 @@ class Encoded:
 
 
 def encode_examples(
-    records: Iterable[tuple[Place | str, Mapping[str, Any]]],
+    records: Iterable[tuple[RecordPlace | str, Mapping[str, Any]]],
     *,
     task: Task,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     left_out: LeftOut,
     skip_bad: bool = False,
-) -> Iterator[tuple[Place | str, Encoded]]:
+) -> Iterator[tuple[RecordPlace | str, Encoded]]:
     """Encode the records from `read_examples`; yields each with the record's place.
 
     skip_bad: leave out records without an example, and add their number to `left_out.bad`. Without skip_bad, a bad
@@ -55,7 +55,12 @@ def encode_examples(
 
 
 def encode_record(
-    record: Mapping[str, Any], place: Place | str, *, task: Task, tokenizer: Tokenizer, template: ChatTemplate | None
+    record: Mapping[str, Any],
+    place: RecordPlace | str,
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
 ) -> Encoded:
     """A record's prompt and completions as tokens, of any length.
 
@@ -75,7 +80,7 @@ def encode_record(
         raise BadExample(f"{place} {error}; {REMEDY}") from None
 
 
-def join_example(encoded: Encoded, place: Place | str, *, previous: Segment | None = None) -> Example:
+def join_example(encoded: Encoded, place: RecordPlace | str, *, previous: Segment | None = None) -> Example:
     """The example of a record, uncut: a segment is the prompt followed by a completion.
 
     previous: kto only, `completions[0]` of the previous record: the mismatched completion of the second segment.
@@ -154,7 +159,9 @@ class _Encoder:
             return prompt, prompt + completion, [(len(prompt), len(prompt + completion))]
         assert self.template is not None and prompt is not None and not isinstance(prompt, str), "encode_record checks"
         if prompt[-1]["role"] == ASSISTANT:
-            raise BadExample(f"has a prompt that ends with a message of {ASSISTANT!r}; begin the completion with it")
+            raise BadExample(
+                f"has a prompt that ends with a message of {ASSISTANT!r}; begin the completion with this message"
+            )
         options: dict[str, Any] = {"tools": dialog.tools, "variables": dialog.variables}
         messages = [*prompt, *completion]
         whole = self.template.render(messages, **options)

@@ -65,10 +65,10 @@ def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> F
         user; without, text.
     Raises BadExample for a record in no form of the task. The message names the problem; the caller adds the place.
     """
-    record = {name: value for name, value in record.items() if value is not None}  # null is as good as absent
+    whole, record = record, {name: value for name, value in record.items() if value is not None}  # null: as if absent
     fields = next((fields for fields, _ in FORMS[task] if all(name in record for name in fields)), None)
     if fields is None:
-        raise BadExample(_no_form(record, task))
+        raise BadExample(_no_form(record, task, [name for name, value in whole.items() if value is None]))
     tools, variables = _tools(record), _variables(record)
 
     def dialog(prompt: Turns | None, completion: Turns) -> Dialog:
@@ -85,12 +85,16 @@ def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> F
     return Form((dialog(None, _conversation(record[fields[0]], fields[0])),))
 
 
-def _no_form(record: Mapping[str, Any], task: Task) -> str:
+def _no_form(record: Mapping[str, Any], task: Task, nulls: Sequence[str]) -> str:
+    """Why a record has no form of the task. record: without its fields of null, which `nulls` names."""
     accepted = "; or ".join(description for _, description in FORMS[task])
     fitting = [
         other for other, forms in FORMS.items() if any(all(name in record for name in fields) for fields, _ in forms)
     ]
     found = f"the fields {list_names(list(map(str, record)))}" if record else "no fields"
+    known = {name for forms in FORMS.values() for fields, _ in forms for name in fields}
+    if missing := [name for name in nulls if name in known]:
+        found += f", with null in {list_names(missing)}"
     fits = f" (its fields fit --task {' or '.join(fitting)})" if fitting else ""
     return f"has {found}, and {task} reads {accepted}{fits}"
 

@@ -12,7 +12,7 @@ from ..inputs import (
     LeftOut,
     Part,
     Piece,
-    Place,
+    RecordPlace,
     check_pyarrow,
     cut_file,
     cut_inputs,
@@ -61,7 +61,7 @@ def find_record_parts(
     parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="JSONL, JSON, CSV or Parquet")
     if not any(piece.nbytes and piece.kind is not Kind.NONE for part in parts for piece in part):
         raise ValueError(
-            f"{', '.join(map(str, inputs))} hold no records of examples; give files of JSONL, JSON, CSV or Parquet"
+            f"no records of examples are in {', '.join(map(str, inputs))}; give files of JSONL, JSON, CSV or Parquet"
         )
     return parts
 
@@ -96,7 +96,9 @@ def _check_columns(file: Path) -> None:
         raise ValueError(f"{file} has {names.count(twice[0])} columns {twice[0]!r}; leave one")
 
 
-def read_examples(part: Part, left_out: LeftOut, *, skip_bad: bool = False) -> Iterator[tuple[Place, dict[str, Any]]]:
+def read_examples(
+    part: Part, left_out: LeftOut, *, skip_bad: bool = False
+) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
     """The records of a part from `find_record_parts`, in order, each with the record's place.
 
     left_out: filled here: the number of blank lines (`empty`) and of bad records (`bad`), the files without records
@@ -111,12 +113,12 @@ def read_examples(part: Part, left_out: LeftOut, *, skip_bad: bool = False) -> I
             left_out.skipped.append(str(piece.path))
         elif piece.kind is Kind.PARQUET:
             for number, row in read_rows(piece.path, FIELDS, range(piece.start, piece.stop)):
-                yield Place(piece.path, "row", number), row
+                yield RecordPlace(piece.path, "row", number), row
         else:
             yield from _objects(piece, left_out, skip_bad)
 
 
-def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
     for place, record in read_records(piece):
         if record is BLANK:
             left_out.empty += 1

@@ -147,7 +147,7 @@ class ExampleBatches:
     data: a source, or a mixture of them.
     sequence_length: the longest segment. A row of dpo is twice as wide, for a pair lies in one row.
     packed: whether examples share rows; if not, a row has one example.
-    Raises ValueError as `Turns` does for the weights, and for a segment longer than `sequence_length`.
+    Raises ValueError as `SourceTurns` does for the weights, and for a segment longer than `sequence_length`.
     """
 
     def __init__(

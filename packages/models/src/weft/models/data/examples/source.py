@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from ...terminal import PROGRAM
 from ..inputs import LeftOut, newest_time
-from ..manifest import MANIFEST, Manifest, Shard
+from ..manifest import MANIFEST, DataManifest, TokenShard
 from ..sources import Mixture, find_prepared, parse_mixture
 from ..tokenizer import Tokenizer, have_same_tokens
 from .contents import ExampleRecords
 from .example import SEGMENTS, Example, Segment, Task
 from .forms import BadExample
-from .stored import Arrays, PartInMemory, PartOnDisk, StoredPart
+from .stored import Arrays, PartInMemory, PartOnDisk, UncutExamples
 from .template import ChatTemplate
 
 MOST_BYTES = 256 << 20  # of records in a run without `weft data prepare`: each process holds their tokens in memory
@@ -39,7 +39,7 @@ class Examples:
     task: Task
     tokenizer: Tokenizer
     length: int  # the most tokens of a segment
-    parts: tuple[StoredPart, ...]  # the uncut examples, also the ones left out
+    parts: tuple[UncutExamples, ...]  # the uncut examples, also the ones left out
     numbers: NDArray[np.int64]  # [n]: for each kept example, the number among the examples of all parts
     lengths: NDArray[np.int64]  # [n, segments]: the tokens of each segment after the cut
     learned: NDArray[np.int64]  # [n, segments]: the learned tokens of each segment, without the first token
@@ -48,7 +48,7 @@ class Examples:
     num_bad: int  # under skip_bad: bad records left out, and examples with nothing to learn after the cut
     sha256: str  # of the uncut examples
     folder: Path  # the folder or file of the data
-    manifest: Manifest | None = None  # of a prepared folder
+    manifest: DataManifest | None = None  # of a prepared folder
     skipped: tuple[Path, ...] = ()  # files without records
     passed: tuple[str, ...] = ()  # descriptions of folder entries passed over because they are no files
 
@@ -111,7 +111,7 @@ class Examples:
         return ()
 
     @property
-    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]:
+    def shards(self) -> Sequence[tuple[Path, TokenShard, DataManifest]]:
         """The shards of a prepared folder, each with the folder and the manifest; empty for records."""
         return [(self.folder, shard, self.manifest) for shard in self.manifest.shards] if self.manifest else []
 
@@ -269,7 +269,7 @@ def open_prepared(
 
 
 def _cut(
-    parts: Sequence[StoredPart],
+    parts: Sequence[UncutExamples],
     places: Sequence[object] | None,
     *,
     task: Task,
@@ -327,7 +327,7 @@ def _cut(
     )
 
 
-def _find_equal(parts: Sequence[StoredPart], lengths: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+def _find_equal(parts: Sequence[UncutExamples], lengths: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
     """[n] bool: the pairs (dpo) whose two segments are equal after the cut. lengths: [n, 2], of the uncut segments."""
     equal = np.zeros(len(lengths), dtype=np.bool_)
     cut = np.minimum(lengths, length)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..contents import Entry
-from ..manifest import ANEW, Shard
+from ..contents import ShardEntry
+from ..manifest import ANEW, TokenShard
 from ..streams import ShardStream
 from .example import SEGMENTS, Task
 
@@ -29,7 +29,7 @@ class Arrays:
     labels: NDArray[np.uint8]  # [examples], 1 where the completion is desirable; empty unless kto
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], dtype: str) -> Arrays:
+    def of(cls, entries: Sequence[ShardEntry], dtype: str) -> Arrays:
         """Concatenate entries. dtype: of the tokens."""
         documents = [document for entry in entries for document in entry.documents]
         masks = [mask for entry in entries for mask in entry.masks]
@@ -64,8 +64,8 @@ class Arrays:
         return counts
 
 
-class StoredPart(Protocol):
-    """The uncut examples of a part, in a form that can be pickled."""
+class UncutExamples(Protocol):
+    """The uncut examples of a part, in memory or on disk; can be pickled."""
 
     @property
     def arrays(self) -> Arrays: ...
@@ -86,7 +86,7 @@ class PartOnDisk:
     """
 
     folder: Path
-    shard: Shard
+    shard: TokenShard
     task: Task
     dtype: str  # of tokens
     vocab_size: int

@@ -6,17 +6,16 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import apply_function, cast_for
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import group_for, memory_of, shape_of, this_rank
+from weft.reshard.extension import between_graphs, group_for, memory_of, shape_of, this_rank
 
 from ..plan import ExpertPlan, TokenTransport
 from ..resolve import ModulePlan
@@ -24,7 +23,11 @@ from ..styles import EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
 from .passage import LocalParameters, Passage, TokenLayouts, as_rows
 from .placement import experts_mesh, find_expert_plans, folded_axes
 from .price import LINKS, Price, price_of
-from .transport import Exchanging, Gathering, Members, Way
+from .transport import Exchanging, Gathering, Members, Transport
+
+BETWEEN_GRAPHS = between_graphs(
+    "tokens move between the ranks of 'ep', by counts read on the host; compile the block without fullgraph"
+)
 
 
 def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
@@ -43,19 +46,9 @@ def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mod
         calls = ExpertCalls(mesh, plan, "rows" in inspect.signature(module.forward).parameters)
         if this_rank() in mesh:
             calls.group()
-        module.forward = partial(_between_graphs(_forward), calls, module, module.forward)
+        module.forward = partial(_forward, calls, module, module.forward)
         if hasattr(module, "choose"):
-            module.choose = partial(_between_graphs(_choose), calls, module)  # type: ignore[assignment]
-
-
-@cache
-def _between_graphs(function: Callable[..., Any]) -> Any:
-    """The function, called by a compiled block between two graphs.
-
-    Copies of a module copy a partial of the function. The first call imports torch's compiler.
-    """
-    reason = "tokens move between the ranks of 'ep', by counts read on the host; compile the block without fullgraph"
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+            module.choose = partial(_choose, calls, module)  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +98,7 @@ class ExpertCalls:
         )
 
 
+@BETWEEN_GRAPHS
 def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
     """`Experts.choose` of sharded experts, called by the router: starts to exchange counts ahead of `_forward`.
 
@@ -118,10 +112,11 @@ def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None
     if (splits and layout[TENSOR_AXIS] != Replicate()) or _token_layouts(layout, calls.plan).tokens != layout:
         return
     num_experts = int(next(iter(module.parameters())).shape[0])
-    way = _begin(calls, calls.members(layout, shape_of(x), num_experts), x, as_rows(memory_of(experts)))
-    calls.early_exchange = way if isinstance(way, Exchanging) else None
+    transport = _begin(calls, calls.members(layout, shape_of(x), num_experts), x, as_rows(memory_of(experts)))
+    calls.early_exchange = transport if isinstance(transport, Exchanging) else None
 
 
+@BETWEEN_GRAPHS
 def _forward(
     calls: ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
 ) -> Tensor:
@@ -141,9 +136,9 @@ def _forward(
     num_experts = int(next(iter(parameters.values())).shape[0])
     members = calls.members(layouts.tokens, shape_of(x), num_experts)
     local_experts = as_rows(memory_of(experts))
-    way, calls.early_exchange = calls.early_exchange or _begin(calls, members, x, local_experts), None
-    if isinstance(way, Exchanging):
-        way.read()
+    transport, calls.early_exchange = calls.early_exchange or _begin(calls, members, x, local_experts), None
+    if isinstance(transport, Exchanging):
+        transport.read()
     locals_ = apply_function(LocalParameters, *parameters.values())
     swapped = [_owner(module, name) for name in parameters]
 
@@ -156,12 +151,12 @@ def _forward(
             for (owner, leaf), parameter in zip(swapped, parameters.values(), strict=True):
                 owner._parameters[leaf] = parameter
 
-    output = Passage(way, members, layouts, shape_of(x)).run(x, local_experts, weights, compute)
+    output = Passage(transport, members, layouts, shape_of(x)).run(x, local_experts, weights, compute)
     back = {axis: original[axis] for axis in folded_axes(original.mesh, calls.plan)}
     return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
 
 
-def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) -> Way:
+def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) -> Transport:
     if calls.choose(members, x, experts.shape[-1]) == "gather":
         return Gathering(members)
     return Exchanging(members, experts)

@@ -18,7 +18,7 @@ from weft.reshard import layout_of
 from weft.reshard.extension import Pending, cotangent, memory_of, run_or_replay, wrap
 
 from ..styles import EXPERT_AXIS
-from .transport import NO_EXPERT, Members, Way, pack_choices, unpack_choices
+from .transport import NO_EXPERT, Members, Transport, pack_choices, unpack_choices
 
 # The module's own forward on local tensors. (tokens [n, H], experts [n, k] numbered from this rank's first, weights
 # [n, k], number of choices of local experts or None) -> sums [n, H]
@@ -44,8 +44,8 @@ class Passage:
     the needed gradients of tokens and weights homeward.
     """
 
-    def __init__(self, way: Way, members: Members, layouts: TokenLayouts, shape: Sequence[int]) -> None:
-        self._way, self._members, self._layouts, self._shape = way, members, layouts, tuple(shape)
+    def __init__(self, transport: Transport, members: Members, layouts: TokenLayouts, shape: Sequence[int]) -> None:
+        self._transport, self._members, self._layouts, self._shape = transport, members, layouts, tuple(shape)
         self._tokens: Pending | None = None  # outward
         self._choices: Pending | None = None  # outward
         self._sums: Pending | None = None  # homeward
@@ -60,10 +60,10 @@ class Passage:
         experts: [n, k], the choices of this rank's n tokens. compute: see `Compute`; called twice.
         """
         own_x, own_weights, departed = apply_function(_Depart, self, experts, x, weights)
-        way = self._way
-        own = compute(own_x, _from_first(experts, self._members), own_weights, way.own_choices)
+        transport = self._transport
+        own = compute(own_x, _from_first(experts, self._members), own_weights, transport.own_choices)
         received_x, received_weights = apply_function(_Arrive, self, departed)
-        received = compute(received_x, self._received_experts, received_weights, way.received_choices)
+        received = compute(received_x, self._received_experts, received_weights, transport.received_choices)
         left = apply_function(_Leave, self, received)
         output: DTensor = apply_function(_ComeHome, self, own, left)
         return output
@@ -72,8 +72,8 @@ class Passage:
         """Start this rank's tokens and choices outward."""
         self._weights_dtype = weights.dtype
         packed = pack_choices(experts, weights)
-        self._choices = run_or_replay(self._way.outward, packed)
-        self._tokens = run_or_replay(self._way.outward, x)
+        self._choices = run_or_replay(self._transport.outward, packed)
+        self._tokens = run_or_replay(self._transport.outward, x)
         self._experts_dtype = experts.dtype
 
     def arrive(self) -> tuple[Tensor, Tensor]:
@@ -82,12 +82,12 @@ class Passage:
         choices, tokens = self._choices.wait(), self._tokens.wait()
         self._choices = self._tokens = None
         experts, weights = unpack_choices(choices, self._experts_dtype, self._weights_dtype)
-        self._received_experts = _from_first(self._way.without_own(experts), self._members)
+        self._received_experts = _from_first(self._transport.without_own(experts), self._members)
         return tokens, weights
 
     def leave(self, received: Tensor) -> None:
         """Start the sums of received tokens homeward."""
-        self._sums = run_or_replay(self._way.homeward, received)
+        self._sums = run_or_replay(self._transport.homeward, received)
 
     def come_home(self, own: Tensor) -> DTensor:
         """Wait for the sums of this rank's tokens from all ranks, and add `own`. Returns the output."""
@@ -106,7 +106,7 @@ class Passage:
                 f"the result computed from these outputs before it is used"
             )
         local = as_rows(memory_of(sliced))
-        self._gradients = Pending(self._way.outward(local))
+        self._gradients = Pending(self._transport.outward(local))
         return local
 
     def take_gradients(self) -> Tensor:
@@ -120,7 +120,7 @@ class Passage:
         for i, (gradient, form) in enumerate(zip(gradients, forms, strict=True)):
             if self._needed[i]:
                 rows = torch.zeros_like(form) if gradient is None else gradient
-                self._returning[i] = Pending(self._way.homeward(rows))
+                self._returning[i] = Pending(self._transport.homeward(rows))
 
     def finish_gradients(self, own: Sequence[Tensor | None]) -> list[DTensor | None]:
         """Wait for the returned gradients, and add `own`, from this rank's own computation. For tokens and weights."""

@@ -1,6 +1,6 @@
 """Moves rows of tokens to the ranks of their experts, and moves sums of rows back.
 
-Two transports (`Way`): `Gathering` and `Exchanging`. A Way has two linear maps of rows, which are transposes.
+A `Transport` is `Gathering` or `Exchanging`, and has two linear maps of rows, which are transposes of each other.
 `outward` copies the rows of this rank's tokens to remote ranks; `homeward` returns rows and sums the rows of a token.
 Forward sends tokens outward and experts' outputs homeward; backward sends gradients of outputs outward and
 gradients of tokens homeward. All tensors here are local, with a row for each token.
@@ -45,7 +45,7 @@ class Members:
         return self.position * self.experts
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """A transport of tokens. Made for each call of a layer's experts; both directions may run several times."""
 
     # The number of choices of this rank's experts, among own tokens and among received tokens; None: not known.
@@ -76,7 +76,7 @@ def unpack_choices(packed: Tensor, experts: torch.dtype, weights: torch.dtype) -
 
 
 class Gathering:
-    """A `Way` by which every token goes to every rank: all-gathers outward, reduce-scatters homeward.
+    """A `Transport` by which every token goes to every rank: all-gathers outward, reduce-scatters homeward.
 
     Sizes follow from the layouts; the host never waits. In each collective, a rank receives (ep - 1) * m rows, where
     m is the most tokens on a rank; ranks with fewer tokens are padded.
@@ -110,7 +110,7 @@ class Gathering:
 
 
 class Exchanging:
-    """A `Way` by which a token goes once to each rank with any of the token's experts: uneven all-to-alls.
+    """A `Transport` by which a token goes once to each rank with any of the token's experts: uneven all-to-alls.
 
     The router decides how many tokens go between two ranks. The ranks exchange these counts, and the host reads the
     counts from the device, once a call (`read`). A rank receives only rows of remote tokens in need of the rank's

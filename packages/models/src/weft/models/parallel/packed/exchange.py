@@ -46,23 +46,23 @@ def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None
     window: the attention's.
     """
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for document, pieces in groupby(_pieces(order, lengths, parts), key=lambda piece: piece.document):
-        held = list(pieces)
-        for rank in {piece.rank for piece in held}:
+    for document, runs_of in groupby(_document_runs(order, lengths, parts), key=lambda run: run.document):
+        held = list(runs_of)
+        for shard in {run.shard for run in held}:
             stop = 0  # `found` has the earlier keys already
             for query in held:
-                if query.rank != rank:
+                if query.shard != shard:
                     continue
                 start = document if window is None else max(document, query.start - window + 1)
                 start, stop = max(start, stop), query.stop
                 for key in held:
-                    if key.rank != rank and max(key.start, start) < min(key.stop, stop):
-                        found[key.rank, rank].append((max(key.start, start), min(key.stop, stop)))
+                    if key.shard != shard and max(key.start, start) < min(key.stop, stop):
+                        found[key.shard, shard].append((max(key.start, start), min(key.stop, stop)))
     return {pair: _joined(runs) for pair, runs in sorted(found.items())}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class KeyExchange:
     """The plan of an exchange for a rank: keys to send and to receive, and keys visible to each query.
 
     Made by `exchange_of`. Indices of tokens, queries and received keys count through this rank's rows laid end to end.
@@ -78,7 +78,7 @@ class Exchange:
     queries: slice  # from the first to the last query that sees a received key
     received: VisibleKeys  # which of the received keys, in reading order, each of these queries sees
 
-    def to(self, device: torch.device) -> Exchange:
+    def to(self, device: torch.device) -> KeyExchange:
         """The same exchange with its tensors on `device`."""
         return replace(
             self,
@@ -96,7 +96,7 @@ def exchange_of(
     members: Sequence[int],
     part: int,
     window: int | None = None,
-) -> Exchange:
+) -> KeyExchange:
     """Plan the exchange of the rank with shard `part`, for some rows.
 
     orders, lengths: of each row, as for `messages`.
@@ -132,7 +132,7 @@ def exchange_of(
     of_received = np.concatenate(received)
     seeing = np.flatnonzero(of_received[:, 0] < of_received[:, 1])
     queries = slice(int(seeing[0]), int(seeing[-1]) + 1) if len(seeing) else slice(0, 0)
-    return Exchange(
+    return KeyExchange(
         is_needed=is_needed,
         sent=torch.from_numpy(np.concatenate([each for rows in sent for each in rows])),
         sent_counts=tuple([sum(map(len, rows)) for rows in sent]),
@@ -152,24 +152,24 @@ def inverse(permutation: Tensor) -> Tensor:
     return result
 
 
-class _Piece(NamedTuple):
-    """Contiguous tokens of a document on a single rank."""
+class _DocumentRun(NamedTuple):
+    """Contiguous tokens of a document in a single shard."""
 
     document: int  # the document's first token
-    start: int  # the piece is [start, stop) of the row
+    start: int  # the run is [start, stop) of the row
     stop: int
-    rank: int
+    shard: int
 
 
-def _pieces(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_Piece]:
-    """The pieces of a row's documents, in reading order; each is on a single rank. Arguments as for `messages`."""
-    begins = [0, *accumulate(lengths)]
-    for start, stop, rank in sorted((*run, rank) for rank, runs in enumerate(shards_of(order, parts)) for run in runs):
+def _document_runs(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_DocumentRun]:
+    """The runs of a row's documents, in reading order. Arguments as for `messages`."""
+    begins, shards = [0, *accumulate(lengths)], shards_of(order, parts)
+    for start, stop, shard in sorted((*run, shard) for shard, runs in enumerate(shards) for run in runs):
         first = bisect_right(begins, start) - 1
         for begin, end in pairwise(begins[first:]):
             if begin >= stop:
                 break
-            yield _Piece(begin, max(begin, start), min(end, stop), rank)
+            yield _DocumentRun(begin, max(begin, start), min(end, stop), shard)
 
 
 def _joined(runs: list[tuple[int, int]]) -> Runs:

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
-from weft.reshard.extension import is_compiling, this_rank
+from weft.reshard.extension import between_graphs, this_rank
 
 from ...layers import DotProductAttention
+from ..batch import Ordered
 from .rows import RowOrders
 from .transfer import KeysOnTheirWay
 
@@ -36,7 +37,7 @@ class LatestOrder:
                 "lay_out_batch cut the rows by their documents, but the model is called without documents; call the "
                 "model with documents=batch.documents, or lay the batch out without documents"
             )
-        if self.order is not by_row:  # a write of an equal value would be a change of state to torch.compile
+        if by_row is not None or self.order is not None:  # torch.compile counts a write of None over None as a change
             self.order = by_row
 
     def watch(self, model: nn.Module) -> None:
@@ -47,9 +48,7 @@ class LatestOrder:
                 module.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling():
-            return
-        orders = (getattr(each, "order", None) for each in (*args, *kwargs.values()))
+        orders = [each.order for each in (*args, *kwargs.values()) if isinstance(each, Ordered)]
         self.set(next((each for each in orders if isinstance(each, RowOrders)), None))
 
 
@@ -63,25 +62,25 @@ def start_exchange(key: DTensor, value: DTensor, order: RowOrders, window: int |
     return KeysOnTheirWay(key, value, order, window), None
 
 
+def is_by_documents(arguments: dict[str, Any]) -> bool:
+    """Whether the rows of attention's arguments, or the keys, are by documents: `take_received` then prepares them."""
+    return isinstance(arguments.get("order"), RowOrders) or isinstance(arguments["key"], KeysOnTheirWay)
+
+
+@between_graphs("keys go to ranks by the documents of the batch; compile the block without fullgraph")
 def take_received(arguments: dict[str, Any], window: int | None) -> bool:
     """Turn attention's argument `key`, a `KeysOnTheirWay`, into `key`, `value` and `received`; in place.
 
     Called before attention. Where `order` is a `RowOrders` and `key` a plain DTensor, the exchange starts here.
-    Returns whether there is an exchange: False for tokens not cut by documents, and on ranks outside the mesh.
-    Raises ValueError in a graph of torch.compile, and where only one of `order` and `key` is by documents.
+    Returns whether there is an exchange: False on ranks outside the mesh.
+    A compiled block calls this function between two graphs.
+    Raises ValueError where only one of `order` and `key` is by documents.
     """
     order, key = arguments.get("order"), arguments["key"]
     if not isinstance(order, RowOrders):
-        if isinstance(key, KeysOnTheirWay):
-            raise ValueError(
-                "attention got keys of a batch cut by documents, but no documents; hand the argument documents on from "
-                "the layer to its attention"
-            )
-        return False
-    if is_compiling():
         raise ValueError(
-            "the rows are cut by their documents, which no graph of torch.compile can follow; give lay_out_batch "
-            "compiled=True"
+            "attention got keys of a batch cut by documents, but no documents; hand the argument documents on from the "
+            "layer to its attention"
         )
     del arguments["order"]
     arguments["documents"] = None

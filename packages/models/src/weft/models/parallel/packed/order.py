@@ -70,10 +70,10 @@ def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = 
     layers = Counter(None if window is None or window >= longest else window for window in windows)
     if len(lengths) == 1 and [*layers] == [None]:
         return balanced_order(lengths[0], parts)
-    return tuple([run for runs in cut(lengths, parts, layers) for run in runs])
+    return tuple([run for runs in deal(lengths, parts, layers) for run in runs])
 
 
-def cut(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
+def deal(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
     """Deal the documents out to the shards; returns the runs of each shard. layers: {window: number of layers}.
 
     Longest processing time first (Graham 1969), with tokens as a second resource. Each rank has a target of tokens and
@@ -83,15 +83,15 @@ def cut(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) ->
     the rank gets a piece: the most tokens for which this holds. A piece is a run from the document's head and a run
     from the tail, with the document's mean work per token. So the remainder keeps this mean, and is dealt out next.
     """
-    return _Cut(lengths, parts, layers).runs()
+    return _Dealing(lengths, parts, layers).runs()
 
 
-class _Piece(NamedTuple):
-    """Tokens of a document not yet dealt out. Pieces sort by work per token, most first."""
+class _Remainder(NamedTuple):
+    """The tokens of a document not yet dealt out, at first all. Remainders sort by work per token, most first."""
 
     density: float  # minus the mean work per token, so that a heap gives the most first
     begin: int  # the document's first token in the row
-    start: int  # the piece is [start, stop) of the document
+    start: int  # the remainder is [start, stop) of the document
     stop: int
 
     @property
@@ -99,8 +99,8 @@ class _Piece(NamedTuple):
         return self.stop - self.start
 
 
-class _Cut:
-    """A row being dealt out to the ranks; see `cut`."""
+class _Dealing:
+    """A row being dealt out to the ranks; see `deal`."""
 
     def __init__(self, lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> None:
         self._layers = layers
@@ -112,8 +112,10 @@ class _Cut:
         self._lacking = [total * size / max(1, tokens) for size in sizes]
         self._dealt: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
         self._last = -1  # the rank of the latest run
-        # The pieces not yet dealt out, as a heap; the sums of tokens and work.
-        self._pool = [self._piece(begin, 0, length) for begin, length in zip(begins, lengths, strict=False) if length]
+        # What remains of each document, as a heap; the sums of tokens and work.
+        self._pool = [
+            self._remainder(begin, 0, length) for begin, length in zip(begins, lengths, strict=False) if length
+        ]
         heapq.heapify(self._pool)
         self._pool_tokens, self._pool_work = tokens, float(total)
         # The tokens and the work of the n shortest documents together.
@@ -128,30 +130,30 @@ class _Cut:
             self._deal(heapq.heappop(self._pool))
         return [_merged(sorted(runs)) for runs in self._dealt]
 
-    def _deal(self, piece: _Piece) -> None:
-        """Give the neediest rank the piece, or a part; the remainder goes back into the pool."""
-        work = self._work(piece.start, piece.stop)
-        remaining = self._pool_tokens - piece.tokens
+    def _deal(self, remainder: _Remainder) -> None:
+        """Give the neediest rank all or a piece of a document's remainder; tokens not given go back into the pool."""
+        work = self._work(remainder.start, remainder.stop)
+        remaining = self._pool_tokens - remainder.tokens
         mean = (self._pool_work - work) / remaining if remaining else 0.0
         needs = [lacking - mean * free for lacking, free in zip(self._lacking, self._free, strict=True)]
-        fitting = [rank for rank, free in enumerate(self._free) if free >= piece.tokens]
+        fitting = [rank for rank, free in enumerate(self._free) if free >= remainder.tokens]
         if fitting:
             rank = self._neediest(fitting, needs)
-            if self._absorbs(rank, piece.tokens, work, mean):
-                return self._give(rank, piece, piece.tokens, 0)
+            if self._absorbs(rank, remainder.tokens, work, mean):
+                return self._give(rank, remainder, remainder.tokens, 0)
         rank = self._neediest([rank for rank, free in enumerate(self._free) if free], needs)
-        most = min(self._free[rank], piece.tokens)
+        most = min(self._free[rank], remainder.tokens)
         if not remaining:
-            head = self._head(piece, most, self._lacking[rank])
-            return self._give(rank, piece, head, most - head)
+            head = self._head(remainder, most, self._lacking[rank])
+            return self._give(rank, remainder, head, most - head)
 
-        def is_too_much(tokens: int) -> bool:  # of the piece's mean work
-            return not self._absorbs(rank, tokens, work * tokens / piece.tokens, mean)
+        def is_too_much(tokens: int) -> bool:  # of the remainder's mean work
+            return not self._absorbs(rank, tokens, work * tokens / remainder.tokens, mean)
 
         count = max(bisect_left(range(1, most + 1), True, key=is_too_much), min(most, self._shortest))
         fills = count == self._free[rank]
-        head = self._head(piece, count, self._lacking[rank] if fills else work * count / piece.tokens)
-        self._give(rank, piece, head, count - head)
+        head = self._head(remainder, count, self._lacking[rank] if fills else work * count / remainder.tokens)
+        self._give(rank, remainder, head, count - head)
 
     def _neediest(self, ranks: list[int], needs: list[float]) -> int:
         """A rank with nearly the largest need: the rank of the latest run, to keep neighbors together, else the rank
@@ -187,15 +189,20 @@ class _Cut:
             work += (tokens - self._low_tokens[count]) * (self._low_work[count + 1] - self._low_work[count]) / length
         return work
 
-    def _head(self, piece: _Piece, tokens: int, work: float) -> int:
-        """The number of tokens to take from the piece's head, the rest of `tokens` from the tail, for `work` in sum.
+    def _head(self, remainder: _Remainder, tokens: int, work: float) -> int:
+        """How many of a piece's `tokens` tokens to take from the remainder's head, for the piece to have `work`.
 
-        0 or `tokens` where the work then differs by the slack at most.
+        The piece's further tokens come from the tail. The result is 0 or `tokens`, a piece from one end only, where
+        the piece's work then differs from `work` by at most the slack.
         """
 
         def below(head: int) -> float:  # work minus the work with so many first tokens; ascending
             tail = tokens - head
-            return work - self._work(piece.start, piece.start + head) - self._work(piece.stop - tail, piece.stop)
+            return (
+                work
+                - self._work(remainder.start, remainder.start + head)
+                - self._work(remainder.stop - tail, remainder.stop)
+            )
 
         if below(0) >= -self._slack:
             return 0
@@ -203,23 +210,23 @@ class _Cut:
             return tokens
         return min(tokens, bisect_left(range(tokens), 0.0, key=below))
 
-    def _give(self, rank: int, piece: _Piece, head: int, tail: int) -> None:
-        """Give the rank the first `head` and the last `tail` tokens of the piece; put the rest back into the pool."""
+    def _give(self, rank: int, remainder: _Remainder, head: int, tail: int) -> None:
+        """Give the rank a remainder's first `head` and last `tail` tokens; the tokens between go back into the pool."""
         self._last = rank
-        remainder = piece.start + head, piece.stop - tail
-        for start, stop in ((piece.start, remainder[0]), (remainder[1], piece.stop)):
+        between = remainder.start + head, remainder.stop - tail
+        for start, stop in ((remainder.start, between[0]), (between[1], remainder.stop)):
             if start < stop:
                 work = self._work(start, stop)
                 self._free[rank] -= stop - start
                 self._lacking[rank] -= work
                 self._pool_tokens -= stop - start
                 self._pool_work -= work
-                self._dealt[rank].append((piece.begin + start, piece.begin + stop))
-        if remainder[0] < remainder[1]:
-            heapq.heappush(self._pool, self._piece(piece.begin, *remainder))
+                self._dealt[rank].append((remainder.begin + start, remainder.begin + stop))
+        if between[0] < between[1]:
+            heapq.heappush(self._pool, self._remainder(remainder.begin, *between))
 
-    def _piece(self, begin: int, start: int, stop: int) -> _Piece:
-        return _Piece(-self._work(start, stop) / (stop - start), begin, start, stop)
+    def _remainder(self, begin: int, start: int, stop: int) -> _Remainder:
+        return _Remainder(-self._work(start, stop) / (stop - start), begin, start, stop)
 
     def _work(self, start: int, stop: int) -> int:
         return work_before(stop, self._layers) - work_before(start, self._layers)

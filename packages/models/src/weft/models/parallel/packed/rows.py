@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.kernels.extension import Runs
 
-from .exchange import Exchange, exchange_of, tokens_of
+from .exchange import KeyExchange, exchange_of, tokens_of
 from .order import NO_WINDOW, Windows, order_by_documents
 
 _LATEST = "_row_orders"  # attribute of a tensor of documents: the latest ((parts, windows, ids as bytes), `RowOrders`)
@@ -26,7 +26,7 @@ class RowOrders:
     orders: tuple[Runs, ...]  # for each row: runs [start, stop) of the row, in the order of the layout
     lengths: tuple[tuple[int, ...], ...]  # of each row's documents
     parts: int  # context ranks
-    _exchanges: dict[object, Exchange] = field(default_factory=dict, repr=False)  # made by `exchange`
+    _exchanges: dict[object, KeyExchange] = field(default_factory=dict, repr=False)  # made by `exchange`
 
     @classmethod
     def of(cls, documents: Tensor, parts: int, windows: Windows = NO_WINDOW) -> RowOrders:
@@ -70,7 +70,7 @@ class RowOrders:
         back = self.places(whole.device).argsort(1)
         return whole[torch.arange(len(whole), device=whole.device).unsqueeze(1), back]
 
-    def exchange(self, members: Sequence[int], part: int, window: int | None, device: torch.device) -> Exchange:
+    def exchange(self, members: Sequence[int], part: int, window: int | None, device: torch.device) -> KeyExchange:
         """The exchange of keys for the rank with shard `part`; made once, then returned from a cache.
 
         members, window: as for `exchange_of`. device: of the exchange's tensors.

@@ -25,7 +25,7 @@ from weft.reshard.extension import (
 
 from ...layers import DotProductAttention
 from ..styles import CONTEXT_AXIS
-from .exchange import Exchange, inverse
+from .exchange import KeyExchange, inverse
 from .rows import RowOrders
 
 
@@ -131,7 +131,7 @@ class KeysOnTheirWay:
         return arrived
 
 
-def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: torch.device) -> Exchange:
+def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: torch.device) -> KeyExchange:
     """This rank's exchange for rows in `order`. mesh: of the keys. window: the attention's. device: of the exchange."""
     at = process_mesh(mesh).coordinate(this_rank())
     assert at is not None, "ranks outside the mesh exchange no keys"

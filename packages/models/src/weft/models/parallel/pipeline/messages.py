@@ -41,7 +41,7 @@ _MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "Ordere
 
 
 class Channel:
-    """A direction between two neighboring stages: an end of the channel, on the sending or on the receiving rank.
+    """This rank's end of a channel: the messages between two neighboring stages in one direction.
 
     Each channel has a process group of its own, so channels never wait for each other. Sends return at once. The
     receiver posts the next receive ahead of time. The form of a message is published in the world's store, once for
@@ -126,8 +126,8 @@ class Channel:
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
-                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; messages "
-                f"between stages must have one form for microbatches of one kind"
+                f"pipeline {self._name}: microbatches with equal shapes, {kind}, gave messages of two forms, {known} "
+                f"and then {form}; make the output of a stage depend on the shapes alone"
             )
 
     def _start_send(self, part: Tensor) -> None:

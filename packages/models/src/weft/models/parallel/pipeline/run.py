@@ -35,6 +35,7 @@ from ...schedules.pipeline_plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
 from ...step.communication import Phase
 from ...tracing import traced
+from ..plan import ParallelPlan
 from ..styles import PIPELINE_AXIS
 from .messages import Channel, Handover, gradient_edge
 from .repeated_actions import RepeatedActions
@@ -61,6 +62,14 @@ class Microbatch:
 LossOf = Callable[[Any, Microbatch], Tensor]  # (the model's output, the microbatch) -> a scalar
 
 
+def shares_casts(plan: ParallelPlan) -> bool:
+    """Whether a pipeline's microbatches share the casts of parameters under autocast (`sharing_casts`).
+
+    Not where whole blocks are recomputed: their graphs save no casts.
+    """
+    return plan.recompute != "full"
+
+
 class Pipeline:
     """A cut model on this rank: stages, schedule, and channels to neighboring stages.
 
@@ -68,8 +77,7 @@ class Pipeline:
     plan, schedule: how the model is cut, and the order of actions.
     mesh: the whole mesh, with the axis "pp".
     parameters: the parameters of all stages by name, as meta tensors.
-    shares_casts: whether microbatches share the casts of parameters under autocast (`sharing_casts`). False where whole
-        blocks are recomputed: their graphs save no casts.
+    shares_casts: of the function `shares_casts`.
     """
 
     def __init__(
@@ -237,8 +245,8 @@ class Pipeline:
         ranks = [self.mesh.rank_at(**{**self._coordinate, PIPELINE_AXIS: each}) for each in coordinates]
         return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
 
-    def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
-        """The channel that brings activations (way "F") into a stage, or gradients of activations (way "B").
+    def channel(self, direction: str, stage: int, device: torch.device) -> Channel | Handover:
+        """The channel that brings activations ("F") into a stage, or the gradients of activations ("B").
 
         The first call makes all channels, in the same order on all ranks.
         """
@@ -256,7 +264,7 @@ class Pipeline:
                         self._channels[each, into] = Channel(
                             name, (first, second), this_rank(), stage_mesh, device, self.forms.get((each, into), {})
                         )
-        return self._channels[way, stage]
+        return self._channels[direction, stage]
 
 
 class _Held(NamedTuple):
@@ -362,10 +370,10 @@ class _Run:
             channel = self._pipeline.channel("B", action.stage - 1, self._device)
             channel.send(gradients, self._kinds[action.microbatch])
 
-    def _receive(self, way: str, action: Action) -> Any:
-        number = self._num_received[way, action.stage] = self._num_received.get((way, action.stage), 0) + 1
+    def _receive(self, direction: str, action: Action) -> Any:
+        number = self._num_received[direction, action.stage] = self._num_received.get((direction, action.stage), 0) + 1
         kind, more = self._kinds[action.microbatch], number < len(self._microbatches)
-        return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
+        return self._pipeline.channel(direction, action.stage, self._device).receive(kind, more)
 
 
 def run_backward(outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
