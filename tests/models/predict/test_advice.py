@@ -51,12 +51,13 @@ def check(candidate: Candidate) -> None:
     check_stages(candidate, CONFIG.num_layers)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("candidate", "limit"),
     [
-        pytest.param(STAGED, 1.0, id="stages", marks=pytest.mark.exhaustive),
+        pytest.param(STAGED, 1.0, id="stages"),
         pytest.param(Candidate(dp=2, tp=4, zero=1, sequence=True, microbatches=2), 1.0, id="tp"),
-        pytest.param(STAGED, 0.001, id="does-not-fit", marks=pytest.mark.exhaustive),
+        pytest.param(STAGED, 0.001, id="does-not-fit"),
     ],
 )
 def test_bounds_leave_out_no_change_that_pricing_all_would_find(candidate: Candidate, limit: float) -> None:

@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 def draw(layout: Drawable, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> list[str]:
     """The picture of a layout, as lines: a grid whose rows cut the first sharded dim and whose columns cut the second.
 
-    A single sharded dim is drawn as rows if dim 0, else as columns; with the shape, a vector is drawn as
+    A single sharded dim is drawn as rows if it is dim 0, else as columns; with the shape, a vector is drawn as
     columns. A cell names the ranks holding the part; where the layout is Partial, the ranks holding each addend: `0+1`,
     `max(0, 1)`. With the shape, the indices of each part are written beside the grid.
 

@@ -71,7 +71,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def as_placement(value: Any) -> Placement:
-    """`value` as Shard, Replicate or Partial; text as "S(0)" and torch's own placements are taken too.
+    """`value` as Shard, Replicate or Partial; text like "S(0)" and torch's own placements are taken too.
 
     torch is not imported: its placements are recognized by their class names, and read by public attributes.
     """

@@ -128,7 +128,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_decodable(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether an index can be read back from the index's number, stride by stride.
+    """Whether an index can be read back from its rank, stride by stride.
 
     For this, each stride must be longer than all shorter strides can reach together.
     """

@@ -276,7 +276,7 @@ class RotaryConfig(ModelConfig):
 def longest_context(config: Any) -> int:
     """The most tokens of a context: `Rotary.longest`, or max_seq_len of a model without rotary positions.
 
-    config: a `ModelConfig`, or a class of the user's own with the field max_seq_len.
+    config: a `ModelConfig`, or a config of the user's own with the field max_seq_len, and `rotary` if it has one.
     """
     rotary = getattr(config, "rotary", None)
     longest: int = config.max_seq_len if rotary is None else rotary.longest

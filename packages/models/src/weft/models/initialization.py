@@ -42,7 +42,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill(name: str, parameter: Tensor, initial: Initial, seed: int) -> None:
-    """Fills a parameter in place. name: the parameter's in the model. Raises ValueError for a parameter on `meta`."""
+    """Fills a parameter in place. name: of the parameter in the model. Raises ValueError for a parameter on `meta`."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta:
         raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) before initialize")

@@ -30,7 +30,7 @@ def row_independent(cls: ModuleClass) -> ModuleClass:
 class Linear(nn.Linear):
     """nn.Linear whose constructor leaves the parameters unset, for `models.initialize` or a checkpoint to fill.
 
-    unit: sharding the outputs never splits a group of `unit` consecutive outputs, as the elements of a head.
+    unit: sharding the outputs never splits a group of `unit` consecutive outputs, such as the elements of a head.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, unit: int = 1) -> None:
@@ -135,7 +135,7 @@ class Dropout(nn.Module):
 
     name: the module's path in the model, by which each layer has a different mask.
     The module stores no key: every call gets the key as an argument. Activation recomputation calls the layer again
-    with the key of the first call, and draws the same mask, also after calls with further keys.
+    with the key of the first call, and draws the same mask, also after calls with another key.
     """
 
     def __init__(self, p: float, name: str) -> None:

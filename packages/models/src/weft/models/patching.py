@@ -73,7 +73,9 @@ class Patch:
         for each in self._changes:
             if each.module.__dict__.get("forward") is not each.forward:
                 name = type(each.module).__name__
-                raise RuntimeError(f"the forward of a {name} was replaced after patch; restore it first, then undo")
+                raise RuntimeError(
+                    f"the forward of a {name} was replaced after patch; restore the earlier forward first, then undo"
+                )
         for each in self._changes:
             del each.module.forward
         self._changes = []

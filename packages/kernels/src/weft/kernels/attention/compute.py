@@ -39,7 +39,7 @@ def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
     """Whether the call allocates results without computing. True on meta tensors, with a single exception.
 
     Inside `meta_as_cpu`, a call without documents, order, dropout and softcap runs torch's fused attention, and so
-    allocates as much as on a CPU. For further calls, the steps of the computation follow from data.
+    allocates as much as on a CPU. For all other calls, the steps of the computation follow from data.
     """
     if not query.is_meta or is_shape_alone(query):
         return query.is_meta
@@ -116,7 +116,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and sinks; see `attend`. g: of the output.
 
-    out, lse: the results of `attend`; where the queries also see further keys, merged with the results for these.
+    out, lse: the results of `attend`; where the queries also see more keys, merged with the results for these.
     """
     passes = select_passes(q)
     if is_fused(q, plain_scores=scores.softcap is None and drop is None):

@@ -147,7 +147,7 @@ def _attend_backward(
 
 
 def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
-    """Change the results of queries over some keys, in place, into the results over these and further keys.
+    """Change the results of queries over some keys, in place, into the results over these and more keys.
 
     output, further: [B, heads, T, D]. lse, further_lse: the logsumexps [B, heads, T].
     """

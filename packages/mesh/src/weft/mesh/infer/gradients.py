@@ -23,7 +23,7 @@ def gradient(output: Layout, grad: Layout, operand: Layout, operands: Sequence[L
     Where all operands replicate and the upstream gradient is Partial(sum), the gradient is Partial(sum).
     Where the operand is sharded, the gradient is sharded alike.
     Where the operand replicates and another operand does not, the gradient is Partial, because each rank sees only the
-    contribution of the rank's part of the sharded operand. The op is avg where the output is Partial(avg), else sum.
+    contribution of the rank's part of the other operand. The op is avg where the output is Partial(avg), else sum.
     Otherwise the gradient replicates.
 
     Raises ValueError for an operand missing from `operands`.

@@ -348,7 +348,7 @@ def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
 def raise_on_all(error: Exception | None, parallel: bool) -> None:
     """Raises rank 0's error on every rank. Called by all ranks after rank 0 has done a step, as writing a file.
 
-    error: the outcome of `attempt` on rank 0, None for success; ignored on further ranks.
+    error: the outcome of `attempt` on rank 0, None for success; ignored on other ranks.
     parallel: False for a single process, which raises `error` without communication.
     Communication: a broadcast from rank 0.
     """

@@ -125,7 +125,7 @@ def report_bad_input(command: str) -> Iterator[None]:
 
     Further exceptions keep the traceback.
     Of a launcher's processes, rank 0 prints the line. Higher ranks wait for the launcher to end every process. A rank
-    still running after SILENT_SECONDS has an error that rank 0 does not have, and prints the line, too.
+    still running after SILENT_SECONDS has an error of its own, and prints its line.
     """
     try:
         yield

@@ -185,7 +185,7 @@ class PlanPrices:
     def _floors(self, key: Candidate, tp: int, cp: int) -> StageWork | None:
         """Lower bounds of a step of all rows on tp x cp ranks, from the trace of `key`, which has fewer ranks.
 
-        Work is divided evenly over the further ranks. A collective's bytes are scaled by `received_share`.
+        Work is divided evenly over the other ranks. A collective's bytes are scaled by `received_share`.
         None where the model refuses `key`.
         """
         known = key, tp, cp

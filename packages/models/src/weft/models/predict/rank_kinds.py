@@ -5,7 +5,7 @@ further axis. Positions along an axis have equal parts if the ranks there hold t
 of the batch, whatever their positions along further axes. Then the groups of two ranks of a kind have, place by
 place, members of the same kinds, and the ranks of a kind go through their calls in step: what is matched for a rank of
 each kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the last rank of
-each kind are recorded. Where their calls differ (a sum of 7 numbers over 64 ranks is also cut unevenly), further ranks
+each kind are recorded. Where their calls differ (a sum of 7 numbers over 64 ranks is also cut unevenly), more ranks
 are recorded to find the position where the calls change, and the kind is divided there.
 
 Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and

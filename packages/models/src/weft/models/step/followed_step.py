@@ -53,7 +53,7 @@ class Peak:
     activations: int  # saved for backward, over all microbatches in flight
     recomputed: int  # activations computed again in backward
     logits: int  # made after the last block: logits, their gradient, the loss
-    messages: int  # received from, or to be sent to, stages of further ranks
+    messages: int  # received from, or to be sent to, stages of other ranks
     workspace: int  # short-lived tensors, and buffers and inputs of the model
 
     @property

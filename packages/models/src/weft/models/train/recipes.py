@@ -51,7 +51,7 @@ TINY = {
     # steps, was 1.97 with 6 experts, 1.98 with 12, and 2.03 with 24.
     "qwen3-moe-tiny": TrainConfig(
         model=QwenMoeConfig(
-            **_GATED, moe_intermediate_size=188, num_experts=8, experts_per_token=2, router_aux_loss_coef=0.01
+            **_GATED, moe_intermediate_size=188, num_experts=8, experts_per_token=2, router_aux_loss_coef=0.005
         )
     ),
     "mixtral-tiny": TrainConfig(

@@ -318,7 +318,7 @@ def _scatter_pieces(
 def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members]) -> Running:
     """`reduce_scatter` by a single collective in each phase.
 
-    NCCL scatters sums. For any further reduction, the ranks exchange parts, which is as many bytes, and reduce
+    NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce
     the received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank,
     for twice the bytes, and keeps a part.
     """

@@ -40,9 +40,9 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
         0, at MASTER_ADDR, else at this host's name.
 
     Communication: all ranks of the world enter together. Rank 0 keeps the store and leaves last, after waiting for the
-    rest up to `timeout`, or briefly after an error. All further ranks leave at once.
+    rest up to `timeout`, or briefly after an error. The other ranks leave at once.
     Raises OrderError where plans differ or a rank does not come. The check has then failed on every rank of the world:
-    waiting ranks raise at once, all further ranks at the next plan, with the same message.
+    waiting ranks raise at once, the other ranks at the next plan, with the same message.
     Raises RuntimeError inside another check, ValueError unless the timeout is finite and > 0.
     """
     global _check

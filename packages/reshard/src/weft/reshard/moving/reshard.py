@@ -36,9 +36,8 @@ def reshard(
     """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
     mesh: of the same ranks, or of different ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty
-        local
-        part with the result's metadata. A Layout gives mesh and placements at once.
-    placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text as "dp: S(0)".
+        local part with the result's metadata. A Layout gives mesh and placements at once.
+    placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text like "dp: S(0)".
         Axes without a placement replicate; None replicates on all axes.
     device_mesh: torch's name for `mesh`; do not give both.
     topology, memory_limit: see `plan`.

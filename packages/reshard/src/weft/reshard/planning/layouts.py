@@ -143,7 +143,7 @@ def spec_of(layout: Layout, ndim: int) -> Spec:
 def moved_axes(src: Spec, dst: Spec) -> set[str]:
     """The axes over which an exchange moves data.
 
-    In every dim, the axes of both specs, without the first axes common to both.
+    In every dim, the axes of either spec, after the first axes that both have in common.
     """
     axes: set[str] = set()
     for a, b in zip(src, dst, strict=True):

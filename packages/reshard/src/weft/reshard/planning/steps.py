@@ -69,7 +69,7 @@ class Slice:
 class MakePartial:
     """Replicate or Shard(dim) -> Partial(op), without communication.
 
-    From Replicate, the rank at index 0 keeps the value and all further ranks hold the op's identity; for "avg" all
+    From Replicate, the rank at index 0 keeps the value and all other ranks hold the op's identity; for "avg" all
     ranks keep the value.
     From Shard(dim), the local tensor grows to the size without this shard: the rank's part stays in place, and the
     op's identity is everywhere else.

@@ -175,6 +175,7 @@ class ModelGathering:
         self._full_of_shard = WeakTensorKeyDictionary()
         self._full_leaves = WeakTensorKeyDictionary()  # a set: `FullParameter.leaf` of each full copy -> True
         self.units: list[GatheringUnit] = []
+        self.started_gathers = 0  # number of gathers that units have started
         self.keep_gathered_blocks = 0  # number of running `keep_gathered` blocks; above 0, full copies are not freed
         # Rises at each forward pass without a promise, and just before the first promise. A full copy filled in an
         # earlier pass is out of date.

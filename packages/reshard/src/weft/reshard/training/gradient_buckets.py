@@ -5,6 +5,7 @@ The order of sending, equal on all ranks: send_order.py.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable
 
@@ -25,12 +26,21 @@ class GradientBuckets:
     bucket_bytes, dtype: see GradientSync.
     before_wait: called before each wait for the older of two buckets in flight; publishes the gradients sent so far. A
         rank without gradients learns by this message to give zeros, without which the collective might not end.
+    count_gathers: returns how many gathers of parameters this rank has started; see `gather_order`.
     """
 
-    def __init__(self, bucket_bytes: int, dtype: torch.dtype | None, before_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        before_wait: Callable[[], None],
+        count_gathers: Callable[[], int],
+    ) -> None:
         self._bucket_bytes, self.dtype, self._before_wait = bucket_bytes, dtype, before_wait
         self._open_buckets: dict[Hashable, Bucket[Leaf]] = {}  # by `Route.key`
         self._in_flight: deque[Bucket[Leaf]] = deque()  # oldest first
+        self._count_gathers, self._first_gather = count_gathers, count_gathers()
+        self._gathers_before: list[int] = []  # for each bucket started in this round, the gathers started before it
 
     def add(self, leaf: Leaf) -> None:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
@@ -66,13 +76,25 @@ class GradientBuckets:
         """
         self._add_grad(leaf, leaf.zeros(form), form.layout == leaf.target)
 
+    def gather_order(self) -> int:
+        """A checksum of the order in which this rank has started gathers and buckets in this round.
+
+        A gather with ZeRO 3 and a bucket may use the same process group, in which all ranks need the same order.
+        Buckets after the last gather do not count.
+        """
+        total = self._count_gathers() - self._first_gather
+        before = [count - self._first_gather for count in self._gathers_before]
+        return zlib.crc32(repr((total, [count for count in before if count < total])).encode())
+
     def finish_all(self) -> None:
-        """Starts the open buckets, and waits for all buckets."""
+        """Starts the open buckets, and waits for all buckets. Ends the round of `gather_order`."""
         for bucket in self._open_buckets.values():
             self._start(bucket)
         self._open_buckets.clear()
         while self._in_flight:
             self._finish_oldest()
+        self._gathers_before.clear()
+        self._first_gather = self._count_gathers()
 
     def _add_grad(self, leaf: Leaf, grad: DTensor, in_target: bool) -> None:
         """Puts a gradient into a bucket, or adds a gradient without a Route or in the target layout to `reduced_grad`.
@@ -116,6 +138,7 @@ class GradientBuckets:
         while len(self._in_flight) > 1:
             self._before_wait()
             self._finish_oldest()
+        self._gathers_before.append(self._count_gathers())
         bucket.start()
         self._in_flight.append(bucket)
 

@@ -47,6 +47,7 @@ class Message:
     done: bool  # whether the rank has come to the end of the round; the message is final then
     reads: bool  # whether the rank reads its peers' messages, and gives zeros for gradients only peers have
     turns: int  # the largest number of gradients of a leaf
+    gather_order: int  # GradientBuckets.gather_order
     sent: Sent
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
     # By leaf index, the number of gradients that this rank sends in the round; only for leaves of which this rank has
@@ -66,6 +67,7 @@ class GradientPresence:
         self._published_early = False
         self._last_text: tuple[object, str] = ((), "")  # a part of the last message: content and text
         self._received: dict[int, Message] = {}  # by rank, this round's messages
+        self._gather_order = 0  # of this rank, in this round
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
         if self.has_peers:
@@ -80,15 +82,37 @@ class GradientPresence:
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
-            self._publish(leaf_forms, {}, f"{self._round} 0 0 0", sent)
+            self._publish(leaf_forms, {}, f"{self._round} 0 0 0 0", sent)
 
     def publish_final(
-        self, leaf_forms: tuple[Forms, ...], sent: Sent, more: dict[int, int], *, turns: int, reads: bool
+        self,
+        leaf_forms: tuple[Forms, ...],
+        sent: Sent,
+        more: dict[int, int],
+        *,
+        turns: int,
+        gather_order: int,
+        reads: bool,
     ) -> None:
         """Publishes, at the end of a round, which gradients this rank has. The arguments are fields of Message."""
         self._received.clear()
+        self._gather_order = gather_order
         if self.has_peers:
-            self._publish(leaf_forms, more, f"{self._round} 1 {reads:d} {turns}", sent)
+            self._publish(leaf_forms, more, f"{self._round} 1 {reads:d} {turns} {gather_order}", sent)
+
+    def check_gather_order(self) -> None:
+        """Raises RuntimeError where a peer whose message was read has another `gather_order` in this round.
+
+        Called when all sums have ended: then no rank waits for this rank.
+        """
+        ranks = [rank for rank, each in self._received.items() if each.done and each.gather_order != self._gather_order]
+        if ranks:
+            raise RuntimeError(
+                f"rank {this_rank()} lacks gradients that {format_ranks(sorted(ranks))} has, and parameters were "
+                f"gathered between the sums of gradients (ZeRO 3): gathers and sums met in different orders, so this "
+                f"step's gradients are wrong. Give all ranks gradients of the same parameters (freeze unused "
+                f"parameters, or add 0 times an unused output to the loss), or shard with ZeRO 2"
+            )
 
     def advance(self) -> None:
         """Ends the round: the next message is about the next round."""
@@ -177,7 +201,7 @@ class GradientPresence:
         return any_new
 
     def _parse(self, text: str) -> Message:
-        number, done, reads, turns, position, body = text.split(" ", 5)
+        number, done, reads, turns, gather_order, position, body = text.split(" ", 6)
         forms, form_indices, more, skipped = json.loads(body)
         leaf_forms = tuple(
             tuple([Form.parse(forms[index], leaf.mesh) for index in form_indices.get(str(i), ())])
@@ -185,7 +209,16 @@ class GradientPresence:
         )
         sent = Sent(int(position), frozenset(skipped))
         more = {int(i): total for i, total in more.items()}
-        return Message(int(number), done == "1", reads == "1", int(turns), sent, leaf_forms, more)
+        return Message(
+            round=int(number),
+            done=done == "1",
+            reads=reads == "1",
+            turns=int(turns),
+            gather_order=int(gather_order),
+            sent=sent,
+            leaf_forms=leaf_forms,
+            more=more,
+        )
 
     @cached_property
     def _peers(self) -> dict[ProcessMesh, list[int]]:

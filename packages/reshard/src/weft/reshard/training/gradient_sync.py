@@ -65,7 +65,8 @@ class GradientSync:
     Missing gradients: ranks may have gradients of different parameters, as with an expert for each rank, or a skipped
         batch. Every rank gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps
         `.grad`. All ranks of the parameters' meshes call `wait()` equally often. With zero=3 outside of a pipeline,
-        backward gathers parameters between the sums: all ranks then need gradients of the same parameters.
+        backward gathers parameters between the sums: all ranks then need gradients of the same parameters. `wait()`
+        raises RuntimeError, on a rank that lacks a gradient, where gathers and sums met in different orders.
     Unused parameters: freeze these (`requires_grad_(False)`). Otherwise every rank lacks a gradient, and waits in every
         `wait()` for the lists of all ranks (see Communication).
 
@@ -120,7 +121,13 @@ class GradientSync:
         self._order = SendOrder(self._leaves)
         self.sends_every_pass = self._order.sends_every_pass  # ZeRO 2, 3
         self._presence = GradientPresence(self._leaves)
-        self._buckets = GradientBuckets(bucket_bytes, dtype, weak_hook(self._publish_before_wait))
+        gatherings = list({unit.model_gathering for unit in self._units})
+        self._buckets = GradientBuckets(
+            bucket_bytes,
+            dtype,
+            weak_hook(self._publish_before_wait),
+            lambda: sum(each.started_gathers for each in gatherings),
+        )
         self._in_wait = False  # whether `wait()` runs
         self._paused = False
         self._unsynchronized = False  # whether any leaf has a gradient since `wait()`
@@ -196,6 +203,7 @@ class GradientSync:
         try:
             leaf_forms, turns = send_remaining(self._order, self._buckets, self._presence, paused=not is_last)
             self._buckets.finish_all()
+            self._presence.check_gather_order()
         finally:
             self._in_wait = False
         self._order.end_round(leaf_forms, turns, paused=not is_last)

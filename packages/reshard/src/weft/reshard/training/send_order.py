@@ -132,7 +132,14 @@ def send_remaining(
         and all(len(forms) == 1 for leaf, forms in zip(leaves, leaf_forms, strict=True) if leaf.expects_grad or forms)
     )
     more = {i: total for i, (total, number) in enumerate(zip(totals, foreseen, strict=True)) if total > number}
-    presence.publish_final(tuple(leaf_forms), order.sent, more, turns=order.own_turns, reads=not has_all)
+    presence.publish_final(
+        tuple(leaf_forms),
+        order.sent,
+        more,
+        turns=order.own_turns,
+        gather_order=buckets.gather_order(),
+        reads=not has_all,
+    )
     if not has_all and presence.has_peers:
         return _send_with_peers(order, buckets, presence, leaf_forms, more)
     for leaf in (*order.first_turn(), *leaves):

@@ -1,4 +1,4 @@
-"""`Use`: a module's use of a parameter that other modules share. The gradients of each use are summed apart over ranks.
+"""`Use`: a module's use of a parameter that other modules share. Each use has a gradient summed over ranks by itself.
 
 Autograd adds the gradients of all uses of a parameter on each rank, before the ranks' sum. Where the uses are on two
 stages of a pipeline, the ranks of each stage sum the gradient of their use, and these sums are added. With separate

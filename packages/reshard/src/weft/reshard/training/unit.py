@@ -222,6 +222,7 @@ class Unit:
             for full in key:
                 if full.filled_state is None:
                     full.free()
+        self.model_gathering.started_gathers += 1
         self._gathers[key].start()
         self._prefetch = _Prefetch(self._gathers[key], fills, pass_number)
 

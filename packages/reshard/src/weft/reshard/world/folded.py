@@ -109,7 +109,7 @@ class FoldedMesh:
         return FoldedGroup(group, axes, self.fold, self.index)
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
-        """Always raises LayoutError: the callers, ops which send in steps beside a product, cannot run here."""
+        """Always raises LayoutError: its callers, ops that send in steps beside a product, cannot run here."""
         raise LayoutError(
             f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
             f"and call the product alone"

@@ -124,7 +124,7 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
-    """A process group of `ranks`, ascending, used for a single purpose, as messages between pipeline stages.
+    """A process group of `ranks`, ascending, used for a single purpose, such as messages between pipeline stages.
 
     Collectives and messages on this group do not wait for another group of the same ranks.
     purpose: any text; each text has a separate group. axes: the mesh axes along which the ranks differ.

@@ -218,7 +218,7 @@ class World(Protocol):
         """`group_of` for ranks, ascending, which need not be a part of a mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of `ranks`, ascending, for a purpose, as the messages between two pipeline stages.
+        """A new group of `ranks`, ascending, for a purpose, such as the messages between two pipeline stages.
 
         Collectives on this group do not wait for collectives on further groups of these ranks.
         axes: the mesh axes along which the ranks differ. Communication: as `group_of`.

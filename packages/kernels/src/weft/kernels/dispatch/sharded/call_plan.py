@@ -297,7 +297,7 @@ class Meshes(NamedTuple):
         name: of the op. local, layout, shape: of the gradient.
         An axis of the operand's mesh may be split into several axes of the gradient's mesh, some with Partial(sum) and
         some replicated. The gradient is then Partial(sum) over the operand's axis: ranks at coordinate 0 of the
-        replicated axes contribute the gradient, and all further ranks zeros.
+        replicated axes contribute the gradient, and all other ranks zeros.
         Raises LayoutError if the operand's mesh cannot express the layout.
         """
         if layout.mesh == operand_layout.mesh:

@@ -32,7 +32,7 @@ def on_local_tensors(
     out_shapes: Callable[..., Any] | None = None,
     reshard_inputs: bool = False,
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Decorator to call a function on local tensors, as your own `torch.autograd.Function`, also with DTensors.
+    """Decorator to call a function on local tensors, such as your own `torch.autograd.Function`, also with DTensors.
 
     Called with plain tensors, the function runs unchanged. Called with DTensors, the function receives this rank's
     local tensors, and the outputs are wrapped as DTensors.

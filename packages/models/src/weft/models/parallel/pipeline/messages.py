@@ -126,8 +126,8 @@ class Channel:
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
-                f"pipeline {self._name}: microbatches with equal shapes, {kind}, gave messages of two forms, {known} "
-                f"and then {form}; make the output of a stage depend on the shapes alone"
+                f"pipeline {self._name}: microbatches with equal shapes and grad mode, {kind}, gave messages of "
+                f"two forms, {known} and then {form}; make the output of a stage depend on the shapes alone"
             )
 
     def _start_send(self, part: Tensor) -> None:
