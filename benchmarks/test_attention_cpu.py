@@ -25,9 +25,8 @@ DOCUMENT = 500  # the mean length
 ROUNDS = 3
 MEMORY = 6  # the most bytes that forward and backward allocate at a time, in units of the query's: linear in T
 MASKED = 0.15  # the most of the masked form's time that a packed row may take
-LONG = (
-    1.15  # the most of torch's own time that a single document may take; the same function runs, so the rest is noise
-)
+# The most of torch's own time that a single document may take; the same function runs, so the rest is noise.
+LONG = 1.15
 
 Heads = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -27,7 +27,5 @@ def test_compiled(tell: Tell) -> None:
         print(f"{report['variant']:69}{''.join(f'{value:>9}' for value in cost.values())}   {widths}")
         widest = {"widest_loop_access_bits": max(bits)} if bits else {}
         tell(report["variant"], f"Weft, {TARGET}", "count", **cost, **widest)
-    from weft.kernels.launching.aot import MOST_SPILLED, SPILLING  # imported here because it needs triton
-
     spills = {(report["variant"], TARGET): report["spill_bytes"] for report in reports if report["spill_bytes"]}
-    assert spills.keys() <= SPILLING and all(spilled <= MOST_SPILLED for spilled in spills.values()), spills
+    assert spills == {}

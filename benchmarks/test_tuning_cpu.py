@@ -173,8 +173,8 @@ def test_a_step_beside_trl(
         steps[name] = trl_step(tmp_path, task, f"trl-{number}", batch, options)
     tokens: dict[str, list[int]] = {name: [] for name in steps}
     ways = {name: lambda name=name: tokens[name].append(steps[name]()) for name in steps}  # type: ignore[misc]
-    rounds = 10
-    found = tell.measuring(in_turn, ways, Processor(), rounds=rounds, warmup=2)
+    rounds = 5
+    found = tell.measuring(in_turn, ways, Processor(), rounds=rounds, warmup=1)
     each = {name: sum(timed.seconds) / sum(tokens[name][-rounds:]) for name, timed in found.items()}
     best = min(seconds for name, seconds in each.items() if name != "Weft, packed")
     share = each["Weft, packed"] / best

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from weft.kernels.attention.plain import TABLE, CallClass, Measurement
+from weft.kernels.attention.plain import TABLE, AttentionMeasurement, CallClass
 from weft.kernels.dispatch.backend import chip_of
 from weft.kernels.launching.measured import write_table
 
@@ -33,7 +33,9 @@ CASES = tuple(
 )
 
 
-def timed(case: Case, dtype: torch.dtype, device: str, clock: Clock, where: str, rounds: int = 10) -> Measurement:
+def timed(
+    case: Case, dtype: torch.dtype, device: str, clock: Clock, where: str, rounds: int = 10
+) -> AttentionMeasurement:
     """Times a case in both ways, after a check of both. Raises Inaccurate for a wrong result."""
     operands = case.operands(device, dtype)
     truth, ways = truth_of(case, operands), ways_of(case, operands, (KERNEL, TORCH))
@@ -43,7 +45,7 @@ def timed(case: Case, dtype: torch.dtype, device: str, clock: Clock, where: str,
         errors(name, way(), truth)
     found = in_turn(ways.made, clock, rounds=rounds, replayed=())
     of = CallClass.of(chip_of(torch.device(device))[0], dtype, case.head_dim, case.tokens)
-    return Measurement(of=of, seconds=found[KERNEL].median, torch_seconds=found[TORCH].median, where=where)
+    return AttentionMeasurement(of=of, seconds=found[KERNEL].median, torch_seconds=found[TORCH].median, where=where)
 
 
 def measure(
@@ -57,7 +59,7 @@ def measure(
     again: bool = False,
 ) -> int:
     """Measures the cases, and adds each row to the table at once. Returns the number of cases left at `end`."""
-    rows, chip, left = Measurement.read(table), chip_of(torch.device(device))[0], 0
+    rows, chip, left = AttentionMeasurement.read(table), chip_of(torch.device(device))[0], 0
     for case in cases:
         known = rows.get(CallClass.of(chip, dtype, case.head_dim, case.tokens))
         if known is not None and known.where == where and not again:

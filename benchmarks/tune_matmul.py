@@ -32,8 +32,8 @@ from weft.kernels.matmul.configurations import (
     SINGLE,
     TABLE,
     Configuration,
-    Measurement,
     ProductClass,
+    ProductMeasurement,
     adapt_to_kind,
 )
 
@@ -147,7 +147,7 @@ def candidates(of: ProductClass, format: Format) -> list[Configuration]:
 
 def fastest(
     case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10
-) -> Measurement | None:
+) -> ProductMeasurement | None:
     """The fastest candidate; None if no candidate runs.
 
     Candidates which the chip cannot run, and candidates which spill registers, are left out. Raises Inaccurate for a
@@ -169,7 +169,9 @@ def fastest(
         timed = in_turn(ways, clock, rounds=rounds, replayed=())
     best = min(named, key=lambda name: timed[name].median)
     seconds, torch_seconds = timed[best].median, timed[TORCH].median
-    return Measurement(of=case.of, configuration=named[best], seconds=seconds, torch_seconds=torch_seconds, where=where)
+    return ProductMeasurement(
+        of=case.of, configuration=named[best], seconds=seconds, torch_seconds=torch_seconds, where=where
+    )
 
 
 def _made(way: Way) -> Tensor | None:
@@ -217,7 +219,7 @@ def measure(
 
     Returns the number of cases left when the time was over.
     """
-    rows, seen = Measurement.read(table), set[ProductClass]()
+    rows, seen = ProductMeasurement.read(table), set[ProductClass]()
     for number, make in enumerate(makers):
         if end is not None and time.monotonic() >= end:
             return len(makers) - number

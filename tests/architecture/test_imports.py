@@ -66,26 +66,43 @@ def test_no_modules_import_each_other(package: str) -> None:
     assert circle(imports_within(package)) == []
 
 
-WINGS = {
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folders_import_each_other(package: str) -> None:
+    """Between the folders and modules directly in a package; its faces aside."""
+    graph: dict[str, set[str]] = {}
+    for module, found in imports_within(package).items():
+        below = {each.split(".")[2] for each in (module, *found) if each.count(".") > 1}
+        for each in below:
+            graph.setdefault(each, set())
+        if module.count(".") > 1:
+            own = module.split(".")[2]
+            graph[own] |= below - {own}
+    assert len(graph) > 3
+    assert circle(graph) == []
+
+
+FOLDERS = {  # of a package, in the direction of imports: a folder imports earlier ones alone
     "reshard": ("planning", "world", "moving", "training"),
     "kernels": ("dispatch", "launching"),  # the ops' own folders may import both
 }
 
 
-@pytest.mark.parametrize(("package", "wing"), [(package, wing) for package in WINGS for wing in WINGS[package]])
-def test_a_wing_imports_earlier_wings_alone(package: str, wing: str) -> None:
-    within, wings = imports_within(package), WINGS[package]
-    allowed = [f"weft.{package}.{each}" for each in wings[: wings.index(wing) + 1]]
-    modules = {module for module in within if is_within(module, f"weft.{package}.{wing}")}
+@pytest.mark.parametrize(
+    ("package", "folder"), [(package, folder) for package in FOLDERS for folder in FOLDERS[package]]
+)
+def test_a_folder_imports_earlier_folders_alone(package: str, folder: str) -> None:
+    within, folders = imports_within(package), FOLDERS[package]
+    allowed = [f"weft.{package}.{each}" for each in folders[: folders.index(folder) + 1]]
+    modules = {module for module in within if is_within(module, f"weft.{package}.{folder}")}
     assert len(modules) > 3
     for module in modules:
         above = {each for each in within[module] if not any(is_within(each, name) for name in allowed)}
         assert not above, module
 
 
-def test_each_module_of_reshard_is_in_a_wing_or_a_face() -> None:
+def test_each_module_of_reshard_is_in_a_folder_or_a_face() -> None:
     inside = {module.split(".")[2] for module in imports_within("reshard") if module.count(".") > 1}
-    assert inside == {*WINGS["reshard"], "extension"}
+    assert inside == {*FOLDERS["reshard"], "extension"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

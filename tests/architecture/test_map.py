@@ -179,6 +179,12 @@ def test_the_page_is_linked() -> None:
 
 # The words of a reader's question, and the file with the answer: one row has all words.
 QUESTIONS = [
+    ("order of ZeRO's gathers", "reshard/training/full_parameters.py"),
+    ("values tokens/s", "models/train/trainer.py"),
+    ("counter of an element", "kernels/random/philox.py"),
+    ("Dynamo told", "reshard/world/dynamo.py"),
+    ("RollCall silent ranks", "models/train/agreement.py"),
+    ("messages template refused", "models/data/examples/template.py"),
     ("shape padded shard", "reshard/planning/costs.py"),
     ("uneven shard", "mesh/layout.py"),
     ("collective Partial to Shard", "reshard/planning/search.py"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.attention.plain import CallClass, Measurement, faster_calls
+from weft.kernels.attention.plain import AttentionMeasurement, CallClass, faster_calls
 
 from benchmarks import attentions, truth, tune_attention
 from benchmarks import test_attention_speed as speed
@@ -131,9 +131,9 @@ def test_what_was_tuned_is_in_the_table_and_is_not_measured_again(
 ) -> None:
     table = tmp_path / "table.json"
     table.write_text("[]")
-    assert tuned(table, end=0.0) == 2 and not Measurement.read(table)
+    assert tuned(table, end=0.0) == 2 and not AttentionMeasurement.read(table)
     assert tuned(table) == 0
-    rows = Measurement.read(table)
+    rows = AttentionMeasurement.read(table)
     assert {*rows} == {CallClass.of("interpreted", torch.bfloat16, 8, tokens) for tokens in (40, 20)}
     assert all(row.seconds > 0 and row.torch_seconds > 0 for row in rows.values())
     assert sum(map(len, faster_calls(rows).values())) == sum(row.seconds < row.torch_seconds for row in rows.values())

@@ -27,7 +27,7 @@ from weft.models.train.metrics_file import METRICS
 from weft.models.train.results import Results
 from weft.models.train.run import Run
 
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RanksFailed
 
 MODEL = LlamaConfig(
     vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, dropout=0.1
@@ -54,11 +54,12 @@ def beside(folder: Path, what: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A mesh, its plan, and the number of steps taken under them."""
+    """A mesh, its plan, and the number of steps taken under them. options: further fields of `CONFIG` that differ."""
 
     steps: int = CONFIG.steps
     sizes: dict[str, int] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -163,7 +164,8 @@ def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
 def train_from(resume: Path | None, way: Way, folder: Path) -> int:
     """Complete the run in `folder`, from the checkpoint `resume`."""
     text = folder.parent / "text.txt"
-    config = replace(CONFIG, steps=way.steps, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
+    plan, mesh = PlanConfig(**way.plan), MeshConfig(pp=way.sizes.get("pp", 1))
+    config = replace(CONFIG, **{"steps": way.steps, "plan": plan, "mesh": mesh, **way.options})
     run = Run(recipe="llama-tiny", config=config, corpus=find_corpus(text), folder=folder, resume=resume, **way.sizes)
     # The plot and the samples at the end would take as long as the steps.
     without_end = patch.object(Results, "picture", return_value=""), patch.object(trainer, "SAMPLE_TOKENS", 1)
@@ -174,6 +176,17 @@ def train_from(resume: Path | None, way: Way, folder: Path) -> int:
 def complete(pool: Pool, way: Way, folder: Path) -> list[float]:
     """Runs to the end, and gives the work of each rank."""
     return pool.run(attempt, way, folder, ranks=way.ranks)
+
+
+def is_killed(pool: Pool, way: Way, folder: Path, victim: Victim) -> bool:
+    """Whether the victim was killed before the run completed. Raises RanksFailed for any other failure."""
+    try:
+        pool.run(attempt, way, folder, victim, ranks=way.ranks)
+    except RanksFailed as error:
+        if "SIGKILL" not in error.failures[0].what:
+            raise
+        return True
+    return False
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,17 @@ import torch
 from safetensors.torch import save_file
 from weft.models.train.folder import checkpoints, newest_complete
 
-from tests.faults.attempts import WAYS, Tally, Victim, Way, assert_same, attempt, complete, lines, weights
+from tests.faults.attempts import (
+    WAYS,
+    Tally,
+    Victim,
+    Way,
+    assert_same,
+    complete,
+    is_killed,
+    lines,
+    weights,
+)
 from tests.support.pool import Pool, RanksFailed
 
 Truths = Callable[[str], tuple[Path, float]]
@@ -49,7 +59,7 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
     try:
         for victim in victims:
             before = list(checkpoints(folder))
-            if not _is_killed(pool, way, folder, victim):
+            if not is_killed(pool, way, folder, victim):
                 break
             kills += 1
             lost += list(checkpoints(folder))[-1:] < before[-1:]
@@ -63,17 +73,6 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
         print(error)
         return Tally(kills, 0)
     return Tally(kills, kills - lost, at_the_end)
-
-
-def _is_killed(pool: Pool, way: Way, folder: Path, victim: Victim) -> bool:
-    """Whether the victim was killed before the run completed. Raises RanksFailed for any other failure."""
-    try:
-        pool.run(attempt, way, folder, victim, ranks=way.ranks)
-    except RanksFailed as error:
-        if "SIGKILL" not in error.failures[0].what:
-            raise
-        return True
-    return False
 
 
 def test_a_run_goes_on_after_a_kill_with_the_bits_of_one_never_killed(folder: Path, truths: Truths, pool: Pool) -> None:
@@ -110,13 +109,13 @@ def test_a_kill_that_a_run_does_not_survive_is_counted(
             save_file({name: each + 1 for name, each in weights(run).items()}, path)
         return True
 
-    monkeypatch.setattr(f"{__name__}._is_killed", killed)
+    monkeypatch.setattr(f"{__name__}.is_killed", killed)
     monkeypatch.setattr(f"{__name__}.complete", lambda *arguments: [0.0])
     assert str(survive(pool, WAYS["pp2"], run, [Victim(0)], truth)).startswith("0 of 1 kills survived")
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_killed_after_its_last_step_exports_the_same(
+def test_a_run_thatis_killed_after_its_last_step_exports_the_same(
     rank: int, folder: Path, truths: Truths, pool: Pool
 ) -> None:
     """The last checkpoint is complete, and the exported model is missing or has just been written."""

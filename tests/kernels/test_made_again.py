@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,32 @@ def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(alone, first[1])
+
+
+def test_backward_through_some_of_the_products_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.rms_norm import function
+
+    made: list[weakref.ref[Tensor]] = []
+    recompute = function.plain_recompute
+
+    def noted(*given: Any, **more: Any) -> Any:
+        output = recompute(*given, **more)
+        made.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(function, "plain_recompute", noted)
+    x, scale, *weights = leaves((3, 8), (8,), (5, 8), (5, 8), (5, 8))
+    shared = kernels.rms_norm(x, scale)
+    outputs = [kernels.linear(shared, weight).square().sum() for weight in weights]
+    del shared
+    expected = torch.autograd.grad(sum(outputs), [x, *weights], retain_graph=True)
+    made.clear()
+    torch.autograd.grad(outputs[0] + outputs[1], [x, *weights[:2]], retain_graph=True)
+    assert len(made) == 1 and made[0]() is None  # though the third product's graph is alive
+    made.clear()
+    found = torch.autograd.grad(sum(outputs), [x, *weights], retain_graph=True)
+    assert len(made) == 1 and made[0]() is None
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_nothing_is_kept_of_what_needs_no_gradient() -> None:

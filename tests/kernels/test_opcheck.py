@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from weft import kernels
 from weft.kernels.attention import custom_ops as of_attention
-from weft.kernels.attention.options import Options as AttentionOptions
+from weft.kernels.attention.options import AttentionOptions
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
 from weft.kernels.linear_cross_entropy.sharded import custom_ops as of_products

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.parallel.pipeline.step import Microbatch
 from weft.models.step.communication import Communication
 from weft.models.step.find_gradients import StepResult, find_gradients
 from weft.models.train.measure import CollectiveCount

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import lay_out_batch, parallelize, record
-from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.parallel.pipeline.step import Microbatch
 from weft.models.step.find_gradients import find_gradients
 from weft.reshard import GradientSync
 

@@ -19,7 +19,7 @@ from weft.mesh import ProcessMesh, derive_key
 from weft.models import GPTConfig, Llama, LlamaConfig, QwenConfig, initialize, lay_out_batch, parallelize
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.parallel.pipeline.step import Microbatch
 from weft.models.step.find_gradients import find_gradients
 from weft.reshard import GradientSync, layout_of, reshard, to_global
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.kernels.attention import options, stretches
-from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
+from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
 from weft.models.parallel.packed.order import balanced_order
 from weft.models.train.measure import CollectiveCount
@@ -277,6 +277,28 @@ def test_a_module_around_a_model_hands_the_order_on(merged: bool, pool: Any) -> 
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
+def inner_in_reading_order() -> tuple[str, Tensor]:
+    """A wrapper without positions around a model with a plan: the error, and the logits with positions."""
+    grid = ProcessMesh.grid(cp=2)
+    model = Wrapper()
+    own = replace(model.inner.parallel_plan(), context="all_gather")
+    parallelize(model, grid, ParallelPlan.merge({"": ParallelPlan(), "inner": own}))
+    tokens, layout = batch(8)["tokens"], Layout(grid, {"cp": Shard(1)})
+    natural = distribute(tokens, layout)
+    positions = distribute(torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), layout)
+    with pytest.raises(ValueError) as caught:
+        model(natural, KEY)
+    return str(caught.value), to_global(model(natural, KEY, positions=positions)).detach()
+
+
+def test_an_inner_model_is_named_with_the_remedy(pool: Any) -> None:
+    expected = make()(batch(8)["tokens"]).detach()
+    for error, logits in pool.run(inner_in_reading_order, ranks=2):
+        assert error.startswith("tokens of inner (Llama) are (Shard(dim=1),), and neither the tokens nor positions")
+        assert "call inner (Llama) with positions=batch.positions of the same batch, or, for tokens in reading" in error
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
 def without_context(sharded: bool) -> Any:
     grid = ProcessMesh.grid(cp=2)
     model = make()
@@ -285,14 +307,14 @@ def without_context(sharded: bool) -> Any:
     inputs = {name: distribute(x, Layout(grid, {"cp": Shard(1)} if sharded else {})) for name, x in given.items()}
     try:
         loss, gradients = stepped(model, **inputs)
-    except LayoutError as error:
+    except ValueError as error:
         return str(error)
     return whole(loss), {name: whole(gradient) for name, gradient in gradients.items()}
 
 
 def test_without_context_sharded_tokens_are_refused_and_replicated_ones_computed_on_each_rank(pool: Any) -> None:
     for message in pool.run(without_context, True, ranks=2):
-        assert "the tokens are (cp: S(1)), but the plan has context=None" in message
+        assert "the tokens are (Shard(dim=1),), but the plan has context=None" in message
     expected, gradients = stepped(make(), **batch(8))
     for loss, found in pool.run(without_context, False, ranks=2):
         assert torch.equal(loss, expected)

@@ -157,6 +157,36 @@ def test_a_copy_of_the_tokens_without_their_order_is_refused(packed: bool, pool:
         assert torch.equal(beside_positions, expected)
 
 
+def told_compiled() -> list[str]:
+    """The errors of a compiled model: for a copy of the tokens, for positions without the tokens' order, and for a plan
+    without context.
+    """
+    grid, found = ProcessMesh.grid(cp=2), []
+    plan = replace(make().parallel_plan(), context="all_gather")
+    laid = lay_out_batch(grid, plan, **batch(11))
+    positions = distribute(torch.arange(11).expand(batch(11)["tokens"].shape), Layout(grid, {"cp": Shard(1)}))
+    for tokens, given, context in (
+        (laid.tokens.clone(), None, "all_gather"),
+        (laid.tokens, positions, "all_gather"),
+        (laid.tokens, None, None),
+    ):
+        model = parallelize(make(), grid, replace(plan, context=context))
+        try:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, positions=given)
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.exhaustive  # a model is compiled
+def test_a_compiled_model_tells_what_is_missing(pool: Any) -> None:
+    for copy, beside, without in pool.run(told_compiled, ranks=2):
+        assert "tokens of Llama are (Shard(dim=1),)" in copy, copy
+        assert "call Llama with positions=batch.positions" in copy
+        assert "but the positions carry no order; give the positions to lay_out_batch" in beside, beside
+        assert "(Shard(dim=1),), but the plan has context=None" in without, without
+
+
 def test_ulysses_keeps_the_reading_order_in_a_copy(pool: Any) -> None:
     for expected, alone, beside_positions in pool.run(logits_of_a_copy, "ulysses", False, ranks=2):
         assert torch.equal(alone, expected) and torch.equal(beside_positions, expected)
@@ -234,4 +264,4 @@ def other_positions() -> str:
 
 def test_positions_that_do_not_say_the_order_of_the_tokens_are_refused(pool: Any) -> None:
     for error in pool.run(other_positions, ranks=2):
-        assert "give the positions to lay_out_batch, and call the model with positions=batch.positions" in error
+        assert "give the positions to lay_out_batch, and call Llama with positions=batch.positions" in error

@@ -188,6 +188,17 @@ def test_the_printed_lines(capsys, folder: Path, tmp_path: Path) -> None:
     assert [line.split("  ")[0].strip() for line in lines] == ["examples", "learned tokens", "loss", "perplexity"]
 
 
+def test_examples_that_are_cut_are_counted(capsys, folder: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "chats.jsonl", CHATS)
+    arguments = ["--data", str(file), "--sequence-length", "30"]
+    found = evaluated(capsys, folder, *arguments)
+    assert 0 < found["cut"] < len(CHATS)
+    assert run([str(folder), *arguments]) == 0
+    line = f"{found['cut']} of the examples cut to 30 tokens: give a longer --sequence-length"
+    assert capsys.readouterr().out.splitlines()[1] == line
+    assert "cut" not in evaluated(capsys, folder, "--data", file)
+
+
 PROMPTED = {"prompt": "a", "completion": "b"}
 
 
@@ -195,6 +206,7 @@ PROMPTED = {"prompt": "a", "completion": "b"}
     ("records", "options", "error"),
     [
         pytest.param(None, [], "--data {file} does not exist", id="no-data"),
+        pytest.param([], [], "no record is in --data {file}; give a file or folder of examples", id="empty"),
         pytest.param([{"question": "a"}], [], "{file} has records with the fields question, and", id="no-form"),
         pytest.param([PROMPTED], ["--task", "dpo"], "chosen and rejected", id="other-task"),
         pytest.param(

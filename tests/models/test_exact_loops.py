@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,11 +20,13 @@ from weft.models import (
     RouterLosses,
     forward_backward,
     initialize,
+    lora,
     parallelize,
     record,
 )
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
+from weft.models.rope_scaling import DynamicRopeScaling
 from weft.reshard import Muon, clip_grad_norm_, to_global
 
 SIZES: dict[str, Any] = {
@@ -95,6 +98,32 @@ def test_losses_of_microbatches_and_of_routers_are_exact(pool: Any, family: str,
     check_same(pool, "adamw", family, microbatches)
 
 
+def train_from_meta(sizes: tuple[int, int], zero: int, adapted: bool) -> list[Tensor]:
+    """As `weft train` does: laid out on the meta device, then allocated. Widths are no multiple of a vector."""
+    with torch.device("meta"):
+        model = make_model(replace(CONFIGS["llama"], hidden_size=12, head_dim=4))
+    plan = replace(model.parallel_plan(), exact={"dp": 4}, zero=zero)
+    model = parallelize(model, ProcessMesh.grid(dp=sizes[0]), plan).to_empty(device="cpu")
+    initialize(model, seed=3)
+    if adapted:
+        lora(model, 3, 2.0, ["*_proj"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for _ in range(4):
+        forward_backward(model, cross_entropy, *batch())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [to_global(each.detach()) for each in model.parameters()]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("zero", "adapted"), [(1, False), (3, False), (1, True)], ids=["zero-1", "zero-3", "adapters"])
+def test_steps_on_shards_are_exact_after_allocation(pool: Any, zero: int, adapted: bool) -> None:
+    first, *further = [pool.run(train_from_meta, (dp, 1), zero, adapted, ranks=dp)[0] for dp in (1, 2, 4)]
+    for found in further:
+        for number, (expected, value) in enumerate(zip(first, found, strict=True)):
+            assert torch.equal(expected, value), f"value {number} of {len(first)}"
+
+
 def mean_by_torch(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -159,31 +188,61 @@ def test_a_forward_that_would_take_other_sums_is_refused(pool: Any) -> None:
     assert "forward_backward" in message
 
 
-def train_in_context(dp: int, context: str, packed: bool) -> list[Tensor]:
-    config = LlamaConfig(**{**SIZES, "num_kv_heads": 4}, dropout=0.1, attention_dropout=0.1)
+def train_in_context(
+    sizes: dict[str, int], exact: dict[str, int], context: str, packed: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    sizes_of_model = {**SIZES, "vocab_size": 32, "num_kv_heads": 4, "max_seq_len": 4}  # rows are longer: rope is scaled
+    drops = {"dropout": 0.1, "attention_dropout": 0.1}
+    config = LlamaConfig(**sizes_of_model, **drops, rope_scaling=DynamicRopeScaling(factor=2.0))
     model = make_model(config)
     initialize(model, seed=3)
-    plan = replace(model.parallel_plan(), exact={"dp": 2, "cp": 2}, context=context)
-    model = parallelize(model, ProcessMesh.grid(dp=dp, cp=2), plan)
+    plan = replace(model.parallel_plan(), exact=exact, context=context)
+    model = parallelize(model.to(dtype), ProcessMesh.grid(**sizes), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    documents = (torch.arange(LENGTH) >= torch.arange(ROWS)[:, None] % LENGTH).int() if packed else None
+    length = 7 if "tp" not in exact else 8  # each cp rank's tokens are cut over tp
+    documents = (torch.arange(length) >= torch.arange(ROWS)[:, None] % length).int() if packed else None
+    tokens = torch.randint(0, 32, (ROWS, length + 1), generator=torch.Generator().manual_seed(5))
     results = []
     for step in range(2):
         given = {} if documents is None else {"documents": documents}
-        loss = forward_backward(model, cross_entropy, *batch(), microbatches=2, dropout_key=step, **given)
+        loss = forward_backward(
+            model, cross_entropy, tokens[:, :-1], tokens[:, 1:], microbatches=2, dropout_key=step, **given
+        )
         results += [loss.detach(), clip_grad_norm_(model.parameters(), 0.1)]
         optimizer.step()
         optimizer.zero_grad()
     return [*results, *(to_global(each.detach()) for each in model.parameters())]
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+
+
+def check_in_context(pool: Any, meshes: list[dict[str, int]], *arguments: Any) -> None:
+    first, *further = [
+        pool.run(train_in_context, each, *arguments, ranks=math.prod(each.values()))[0] for each in meshes
+    ]
+    for mesh, found in zip(meshes[1:], further, strict=True):
+        for number, (expected, value) in enumerate(zip(first, found, strict=True)):
+            assert torch.equal(expected, value), f"{mesh}: value {number} of {len(first)}"
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@DTYPES
+@PACKED
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
-def test_tokens_over_context_ranks_are_exact(pool: Any, context: str, packed: bool) -> None:
-    first, second = (pool.run(train_in_context, dp, context, packed, ranks=2 * dp)[0] for dp in (1, 2))
-    for number, (expected, value) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(expected, value), f"value {number} of {len(first)}"
+def test_tokens_over_context_ranks_are_exact(pool: Any, context: str, packed: bool, dtype: torch.dtype) -> None:
+    exact = {"dp": 2, "cp": 2}
+    check_in_context(pool, [exact | {"dp": dp} for dp in (1, 2)], exact, context, packed, dtype)
+
+
+@DTYPES
+@PACKED
+def test_tokens_over_context_ranks_and_heads_over_tensor_ranks_are_exact(
+    pool: Any, packed: bool, dtype: torch.dtype
+) -> None:
+    meshes = [{"dp": dp, "cp": 2, "tp": tp} for dp, tp in ((1, 1), (1, 2), (2, 1))]
+    check_in_context(pool, meshes, {"dp": 2, "cp": 2, "tp": 2}, "all_gather", packed, dtype)
 
 
 OUTPUTS: dict[str, Any] = {

@@ -105,6 +105,17 @@ def test_heads_that_ulysses_cannot_cut_on_the_named_mesh_are_refused_on_every_me
         assert "tp x cp = 2 x 4" in message
 
 
+def test_ulysses_with_heads_over_tp_is_refused_on_every_mesh() -> None:
+    named = {"cp": 2, "tp": 2}
+    for mesh in meshes_within(named):
+        with torch.device("meta"):
+            model = make_model(LLAMA)
+        pipeline = PipelinePlan(microbatches=2) if "pp" in mesh.axis_names else None
+        plan = replace(model.parallel_plan(), exact=named, context="ulysses", pipeline=pipeline)
+        message = refusal(lambda model=model, mesh=mesh, plan=plan: parallelize(model, mesh, plan))
+        assert "exact cp=2,tp=2 cannot be kept with the context ulysses" in message
+
+
 @pytest.mark.parametrize(
     ("named", "shape", "words"),
     [

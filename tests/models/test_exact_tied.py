@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from weft.models import (
     clip_gradients,
     forward_backward,
     initialize,
+    lay_out_batch,
     parallelize,
 )
 from weft.models.config import ModelConfig
@@ -85,17 +87,18 @@ def test_gradients_of_a_tied_table_have_the_same_bits(pool: Any, family: str, ax
 
 
 def in_own_loops() -> list[Tensor]:
-    """The table's gradient under a GradientSync, after it is closed, of a copied model, and of a plain one."""
+    """The table's gradient under a GradientSync, after it is closed, of copied models, and of a plain one."""
     model, plain = make("gpt", {"dp": 1, "tp": 1}), make_model(CONFIGS["gpt"])
     initialize(plain, seed=3)
-    sync, copied = GradientSync(model), copy.deepcopy(model)
+    sync = GradientSync(model)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     tokens, targets = batch(0)
     found = []
 
     def backward(model: nn.Module) -> None:
         cross_entropy(model(tokens), targets).sum().backward()
 
-    for each, ends in ((model, [sync.wait]), (model, []), (copied, [])):
+    for each, ends in ((model, [sync.wait]), (model, []), (copied, []), (pickled, [])):
         with exact_sums({"dp": 1, "tp": 2}):
             backward(each)
             for end in ends:
@@ -110,15 +113,15 @@ def in_own_loops() -> list[Tensor]:
 def test_a_table_gets_the_gradients_of_both_uses(pool: Any) -> None:
     """Also where no GradientSync adds: closed, or not made yet."""
     (truth, *found), *_ = pool.run(in_own_loops, ranks=1)
-    assert len(found) == 3
+    assert len(found) == 4
     for each in found:
         torch.testing.assert_close(each, truth)
 
 
 def copied(zero: int, exact: bool) -> list[list[Tensor]]:
-    """The weights after two steps: of a model, and of copies before and after the first step."""
+    """The weights after two steps: of a model, of copies before and after the first step, and of a pickled copy."""
     model = make("gpt", {"dp": 2, "tp": 1}, zero=zero, **({} if exact else {"exact": None}))
-    models = [model, copy.deepcopy(model)]
+    models = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
 
     def step(each: nn.Module, number: int) -> None:
         forward_backward(each, cross_entropy, *batch(number))
@@ -164,6 +167,39 @@ def closed_between() -> tuple[Tensor, Tensor]:
 def test_a_closed_synchronization_loses_no_use(pool: Any) -> None:
     ((truth, found),) = pool.run(closed_between, ranks=1)
     torch.testing.assert_close(found, truth)
+
+
+def closed_under_zero(zero: int, is_closed: bool) -> list[Tensor]:
+    """All gradients of two passes. is_closed: the first GradientSync is closed before backward, and a second waits."""
+    model, found = make("gpt", {"dp": 2, "tp": 1}, zero=zero), []
+    for number in range(2):
+        sync = GradientSync(model)
+        with exact_sums(EXACT):
+            laid_out = lay_out_batch(ProcessMesh.grid(dp=2, tp=1), model.parallel_plan(), *batch(number))
+            loss = cross_entropy(model(laid_out.tokens), laid_out.targets).sum()
+            if is_closed:
+                sync.close()
+            loss.backward()
+            if is_closed:
+                with pytest.raises(RuntimeError, match="keep a GradientSync"):
+                    torch.optim.SGD(model.parameters(), lr=0.1).step()
+                sync = GradientSync(model)
+            sync.wait()
+        sync.close()
+        found += [to_global(each.grad) for each in model.parameters()]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_another_synchronization_finishes_what_a_closed_one_leaves(pool: Any, zero: int) -> None:
+    truth, *_ = pool.run(closed_under_zero, zero, False, ranks=2)
+    for found in pool.run(closed_under_zero, zero, True, ranks=2):
+        for i, (a, b) in enumerate(zip(found, truth, strict=True)):
+            if i % (len(truth) // 2):
+                assert torch.equal(a, b)
+            else:  # the table, whose uses autograd has added before the ranks' sum
+                torch.testing.assert_close(a, b)
 
 
 def two_of_a_frozen_table(first_waits: bool) -> list[Tensor]:

@@ -26,7 +26,6 @@ from weft.models import (
     record,
 )
 from weft.models.parallel.experts.placement import experts_mesh
-from weft.models.parallel.parallelize import pipeline_of
 from weft.models.step.criterion import weight_criterion
 from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide_batch
@@ -54,7 +53,7 @@ def count_of(changes: dict[str, Any]) -> int:
 def step(model: Any, config: Any, count: int) -> Any:
     tokens, targets = batch()
     parts = divide_batch(model, tokens, targets, count, {"router": True, **inputs_of(config)})
-    weighted = weight_criterion(CRITERION, parts, targets, pipeline_of(model))
+    weighted = weight_criterion(CRITERION, parts, targets)
     return observed_microbatches(model, weighted, parts, GradientSync(model))
 
 

@@ -21,7 +21,6 @@ from weft.models import (
 )
 from weft.models.families import make_model
 from weft.models.mixture_config import MixtureConfig
-from weft.models.parallel.parallelize import pipeline_of
 from weft.models.step.criterion import weight_criterion
 from weft.models.step.find_gradients import StepResult, find_gradients
 from weft.models.step.forward_backward import divide_batch
@@ -99,7 +98,7 @@ def stepped(model: nn.Module, sync: GradientSync, inputs: dict[str, Any]) -> tup
     tokens, targets = batch()
     criterion = RouterLosses(cross_entropy, balance=BALANCE, z=Z)
     microbatches = divide_batch(model, tokens, targets, MICROBATCHES, {"router": True, **inputs})
-    weighted = weight_criterion(criterion, microbatches, targets, pipeline_of(model))
+    weighted = weight_criterion(criterion, microbatches, targets)
     with CollectiveCount() as count:
         return find_gradients(model, weighted, microbatches, sync), count
 

@@ -15,6 +15,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import ExpertPlan, ParallelPlan, parallelize
 from weft.models.experts import Experts
 from weft.models.parallel.experts.price import LINKS, expected_share, price_of
+from weft.models.parallel.experts.transport import pack_choices, unpack_choices
 from weft.models.parallel.plan import TokenTransport
 from weft.models.parallel.styles import ExpertParallel
 from weft.models.train.measure import CollectiveCount
@@ -115,6 +116,9 @@ def one_layer(
             of_one.abs().max().item() if of_one.numel() else 0, 1e-6
         ):
             wrong.append(f"{plan} {placements} {shape} {choices}: {name} is off by {off} on rank {rank}")
+        idle = (mine == 0).flatten(1).all(1) if name.endswith("_proj") else mine.new_zeros(0, dtype=torch.bool)
+        if len(idle) and each.to_local()[idle].any():
+            wrong.append(f"{plan} {placements} {shape} {choices}: {name} of an expert without tokens is not 0")
     return wrong, forward, backward, experts, layout
 
 
@@ -151,6 +155,17 @@ def test_values_and_gradients_of_one_process_for_any_shape_and_any_choices(case:
     shapes = [(5, 7), (4, 4), (1, 1), (0, 3)]
     found = pool.run(together, sizes, placements, plans, shapes, kind, ranks=math.prod(sizes.values()))
     assert not any(found), "\n".join(said for of_rank in found for said in of_rank)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("experts", [torch.int32, torch.int64], ids=str)
+def test_choices_come_back_from_their_bytes(experts: torch.dtype, weights: torch.dtype, k: int, rows: int) -> None:
+    """A row alone is contiguous wherever its weights start."""
+    given = torch.arange(rows * k, dtype=experts).view(rows, k), torch.rand(rows, k).to(weights)
+    found = unpack_choices(pack_choices(*given), experts, weights)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, given, strict=True))
 
 
 def received(collectives: Iterable[Any]) -> Counter[str]:

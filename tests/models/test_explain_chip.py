@@ -91,6 +91,9 @@ def test_the_timeline_is_a_picture_or_a_trace(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (("--chip", "h1000"), r"h1000.*h100"),
+        (("--chip",), r"argument --chip: expected one argument"),
+        (("--from",), r"argument --from: expected one argument"),
+        (("--rank", "x"), r"argument --rank: invalid int value: 'x'"),
         (("--json",), r"--json needs a prediction on a chip; add --chip"),
         (("--timeline", "step.svg"), r"--timeline needs a prediction on a chip"),
         (("--chip", "h100", "--timeline", "step.png"), r"step\.png is neither \.svg nor \.json"),

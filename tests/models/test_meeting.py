@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -35,3 +36,14 @@ def test_a_rank_that_is_not_answered_says_so() -> None:
     store.set("weft/name of the attempt", "an earlier one")
     with pytest.raises(RuntimeError, match=r"rank 0 has not answered rank 1 for 0\.1 s"):
         store_of_attempt(store, 1, 2, 0.1)
+
+
+def test_rank_0_names_each_rank_that_does_not_come() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    with ThreadPoolExecutor(1) as threads:
+        present = threads.submit(store_of_attempt, store, 2, 5, 0.5)
+        with pytest.raises(RuntimeError, match=r"^ranks 1, 3, 4 of 5 did not come to the start of the run within 1 s"):
+            store_of_attempt(store, 0, 5, 1.0)
+        with pytest.raises(RuntimeError, match="rank 0 has not answered rank 2"):
+            present.result()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
-from weft.models import lay_out_batch, parallelize
+from weft.models import forward_backward, lay_out_batch, parallelize
 from weft.reshard import reshard
 
 from tests.models.test_packed_context import make, packed
@@ -85,6 +85,27 @@ def of_two_batches() -> list[str]:
 
 def test_parts_of_two_batches_are_refused(pool: Pool) -> None:
     assert all(len(messages) == 3 for messages in pool.run(of_two_batches, ranks=2))
+
+
+def of_two_batches_apart() -> list[str]:
+    """Documents, and then targets, of another batch than tokens and positions."""
+    mesh, plan, model = laid_out()
+    first, second = (lay_out_batch(mesh, plan, **packed(16, 2, seed)[0]) for seed in (0, 1))
+    plain = lay_out_batch(mesh, plan, **{name: each for name, each in packed(16, 2)[0].items() if name != "documents"})
+    messages = []
+    for tokens, other in ((first, second), (plain, second)):
+        for given in ({}, {"positions": tokens.positions}):
+            with pytest.raises(ValueError, match="documents come from two calls of lay_out_batch") as caught:
+                model(tokens.tokens, documents=other.documents, **given)
+            messages.append(str(caught.value))
+        with pytest.raises(ValueError, match="targets come from two calls of lay_out_batch") as caught:
+            forward_backward(model, cross_entropy, tokens.tokens, other.targets, documents=tokens.documents)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_documents_and_targets_of_another_batch_are_refused(pool: Pool) -> None:
+    assert all(len(messages) == 6 for messages in pool.run(of_two_batches_apart, ranks=2))
 
 
 def of_no_tokens() -> None:

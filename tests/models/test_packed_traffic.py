@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
+from weft.kernels.attention import exchanged
 from weft.mesh import ProcessMesh
 from weft.models import forward_backward, lay_out_batch, parallelize, record
+from weft.models.parallel.packed.transfer import KeysOnTheirWay
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync
 
 from tests.models.test_packed_context import KEY, make, packed
 from tests.support.collectives import Collectives
+from tests.support.events import Events
 
 
 def traffic(cp: int, family: str, length: int, rows: int, seed: int) -> Any:
@@ -96,3 +100,62 @@ def test_the_exchange_is_predicted_as_it_is_issued(pool: Any) -> None:
     for predicted, issued in pool.run(predicted_and_issued, ranks=4):
         assert predicted == issued
         assert "('cp',)" in issued
+
+
+def events_of_a_step(family: str, recompute: str) -> tuple[list[str], list[str]]:
+    """This rank's exchanges, waits, and attention to own and to received keys, in order: of forward and of backward."""
+    grid, model = ProcessMesh.grid(cp=2), make(family)
+    plan = replace(model.parallel_plan(), context="all_gather", recompute=recompute)
+    parallelize(model, grid, plan)
+    given, _ = packed(64, 2, 1)
+    if family == "gpt":  # a single document in each row: all keys of the row travel
+        given |= {"documents": torch.zeros(2, 64, dtype=torch.int64), "positions": torch.arange(64).expand(2, 64)}
+    laid = lay_out_batch(grid, plan, **given)
+    attend, attend_backward = exchanged._attend, exchanged._attend_backward
+    own_of: Any = KeysOnTheirWay.own.fget
+    own: list[object] = []
+
+    def own_keys(keys: KeysOnTheirWay) -> Any:
+        own.append(own_of(keys))
+        return own[-1]
+
+    with Events() as seen:
+
+        def forward_part(*args: Any) -> Any:
+            seen.events.append("own keys" if args[3] in own else "received keys")
+            return attend(*args)
+
+        def backward_part(*args: Any) -> Any:
+            seen.events.append("own keys" if args[6] in own else "received keys")
+            return attend_backward(*args)
+
+        parts = patch.multiple(exchanged, _attend=forward_part, _attend_backward=backward_part)
+        with parts, patch.object(KeysOnTheirWay, "own", property(own_keys)):
+            logits = model(laid.tokens, KEY, positions=laid.positions, documents=laid.documents)
+            forward = len(seen.events)
+            logits.to_local().sum().backward()
+        return seen.events[:forward], seen.events[forward:]
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        ("llama", "none"),
+        ("qwen", "none"),
+        pytest.param("gpt", "none", id="one-document"),
+        pytest.param("llama", "full", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "selective", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_attention_to_own_keys_runs_while_received_ones_are_on_their_way(
+    family: str, recompute: str, pool: Any
+) -> None:
+    """Forward: own keys before the wait for received ones. Backward: received keys first, whose gradients then travel.
+
+    A recomputed block exchanges its keys anew, in the order of forward; under "selective" it keeps received keys.
+    """
+    layer = ["all-to-all", "own keys", "waited", "received keys"]
+    again = {"none": [], "selective": ["own keys", "received keys"], "full": layer}[recompute]
+    for forward, backward in pool.run(events_of_a_step, family, recompute, ranks=2):
+        assert forward == 2 * layer
+        assert backward == 2 * [*again, "received keys", "all-to-all", "own keys", "waited"]

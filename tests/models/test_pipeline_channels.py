@@ -58,6 +58,11 @@ def test_anchor_30_each_direction_between_two_stages_has_a_group_of_its_own(
             assert members == sorted((rank, other))
 
 
+def _send(channel: Channel, message: Tensor) -> None:
+    channel.check(message, "alike")
+    channel.send(message, "alike")
+
+
 def received_early() -> list[float]:
     """The second message is received early: it is sent only after an answer and an all-reduce."""
     here, cpu = dist.get_rank(), torch.device("cpu")
@@ -65,16 +70,16 @@ def received_early() -> list[float]:
     forward, backward = (Channel(f"of a test, {way}", (0, 1), here, mesh, cpu, {}) for way in ("F", "B"))
     total = torch.ones(())
     if here == 0:
-        forward.send(torch.tensor([1.0, 2.0]), "alike")
+        _send(forward, torch.tensor([1.0, 2.0]))
         answer = backward.receive("alike", more=False)
         dist.all_reduce(total)
-        forward.send(answer + total, "alike")
+        _send(forward, answer + total)
         forward.finish()
         return answer.tolist()
     with patch.object(dist, "irecv", side_effect=dist.irecv) as asked:
         first = forward.receive("alike", more=True)
         assert asked.call_count == 2
-    backward.send(10 * first, "alike")
+    _send(backward, 10 * first)
     backward.finish()
     dist.all_reduce(total)
     return forward.receive("alike", more=False).tolist()

@@ -86,10 +86,12 @@ def handed_over(message: Any) -> Any:
     if here == 1:
         return channel.receive("alike", more=False)
     laid = distribute(torch.arange(6.0).reshape(2, 3), Layout(mesh, "dp: S(0)"))
-    channel.send({"laid": laid, "plain": (torch.arange(3), 5), "text": "x"}, "alike")
+    described = {"laid": laid, "plain": (torch.arange(3), 5), "text": "x"}
+    channel.check(described, "alike")
+    channel.send(described, "alike")
     channel.finish()
     with pytest.raises(RuntimeError, match=r"pipeline of a test: .* a Pair cannot be sent to the next stage"):
-        channel.send(message, "other")
+        channel.check(message, "other")
     return None
 
 

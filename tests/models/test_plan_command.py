@@ -98,6 +98,7 @@ def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
         pytest.param(["--batch", "0,128"], "--batch '0,128' is not rows and tokens", id="no-rows"),
         pytest.param(["--memory", "much"], "--memory 'much' is no size of memory", id="memory"),
         pytest.param(["--memory", "0GiB"], "--memory '0GiB' is no size of memory", id="no-memory"),
+        pytest.param(["--memory", "-1GiB"], "argument --memory: expected one argument", id="negative-memory"),
         pytest.param(["--within", "1e-9"], "before a plan that fits was priced; ", id="no-time"),
         pytest.param(["--within", "-1"], "--within '-1' is no number of seconds above 0", id="within"),
         pytest.param(["--plan.split", "1,3"], "--plan.split gives layers to stages", id="split"),

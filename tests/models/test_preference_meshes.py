@@ -31,7 +31,7 @@ from weft.models import (
 )
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import mesh_and_plan_of
-from weft.models.parallel.pipeline.run import Microbatch
+from weft.models.parallel.pipeline.step import Microbatch
 from weft.models.step.find_gradients import find_gradients
 from weft.models.step.preference import log_probabilities_of
 from weft.reshard import GradientSync

@@ -21,11 +21,13 @@ from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.folder import check_resumable
+from weft.models.train.loop import check_profile
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
 from weft.models.train.saved_run import check_same_run, describe_run
 from weft.models.train.toml import add_checksum, as_toml, check_sum
+from weft.models.train.trainer import TrainingError
 
 from tests.models.metrics import some_metrics
 from tests.support.sample import Portion
@@ -334,3 +336,19 @@ def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConf
         "mesh.tp is 1, and was 2",
     ]
     assert check_same_run(describe_run(runs[0], 4, 5.5), runs[0]) == []
+
+
+@pytest.mark.parametrize(("first_step", "fits"), [(0, True), (7, True), (8, False), (12, False)])
+def test_a_profile_needs_five_steps_after_the_checkpoint(config: TrainConfig, first_step: int, fits: bool) -> None:
+    config = replace(config, profile=Path("traces"))
+    corpus = find_corpus(Path("text.txt"))
+    run = Run(recipe=RECIPE, config=config, corpus=corpus, pp=2, dp=2, tp=1, folder=Path("run"))
+    if fits:
+        check_profile(run, first_step)
+        return
+    with pytest.raises(TrainingError) as caught:
+        check_profile(run, first_step)
+    assert str(caught.value) == (
+        f"--profile traces steps 3 to 5 of this process, and {12 - first_step} of 12 steps are left after step "
+        f"{first_step}; raise --steps to {first_step + 5}, or leave out --profile"
+    )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 from weft.models.train import agreement
 from weft.models.train.agreement import RollCall, is_silence
 
@@ -60,6 +61,28 @@ def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., agreem
         raise RuntimeError("Connection reset by peer")
 
     assert not call(gone).is_printed_here
+
+
+def test_every_roll_call_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks ask one after the other; before the second question, a rank falls silent and a rank goes on."""
+    monkeypatch.setattr(agreement, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(agreement, "ANSWER_SECONDS", 1.0)
+    store, activities = dist.HashStore(), ["step 3, forward"] * 3
+    monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: 3)
+    calls = []
+    for rank in range(3):
+        monkeypatch.setattr(agreement.dist, "get_rank", lambda rank=rank: rank)
+        calls.append(RollCall(lambda rank=rank: activities[rank], "rank 0"))
+    with calls[0], calls[1]:
+        with calls[2]:
+            first = calls[0].call(4)
+            assert "all other ranks do too" in str(first) and first.is_printed_here
+        activities[1] = "step 4, forward"
+        second = calls[0].call(4)
+        assert str(second).startswith("rank 2 did not answer for 4 s") and not second.is_printed_here
+        third = calls[1].call(4)
+        assert "while the others waited in step 4, forward" in str(third)
 
 
 @pytest.mark.parametrize(

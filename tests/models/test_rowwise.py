@@ -69,6 +69,9 @@ def with_others(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (B,):
         return value
     changed = value.clone()
+    if value.shape == (B, T, 2) and not value.is_floating_point():  # bounds of documents: of other documents
+        changed[1:] = torch.tensor([[0, 5]] * 5 + [[5, T]] * 3)
+        return changed
     changed[1:] = value[1:].flip(-1) + 1 if value.is_floating_point() else (value[1:] * 3 + 1) % V
     return changed
 

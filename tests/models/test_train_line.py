@@ -88,10 +88,17 @@ def test_a_step_that_was_evaluated_has_its_perplexity(held_out_loss: float | Non
 
 
 def test_the_loss_of_preferences_has_no_perplexity() -> None:
-    metrics = some_metrics(held_out_loss=0.5, rewards_margin=0.25, rewards_accuracy=0.75)
+    rewards = {"rewards_chosen": 0.05, "rewards_rejected": -0.2, "rewards_margin": 0.25, "rewards_accuracy": 0.75}
+    metrics = some_metrics(held_out_loss=0.5, **rewards)
     assert metrics.perplexity is None
     assert "held out 0.5000  grad norm" in str(metrics)
-    assert "margin 0.2500 (accuracy 75%)" in str(metrics)
+    assert "grad norm 1.500  rewards 0.0500/-0.2000  margin 0.2500 (accuracy 75%)  lr" in str(metrics)
+
+
+def test_a_step_of_kto_with_one_label_has_no_margin() -> None:
+    metrics = some_metrics(held_out_loss=0.5, rewards_chosen=0.05, kl=0.0)
+    assert metrics.perplexity is None
+    assert "grad norm 1.500  rewards 0.0500/none  lr" in str(metrics)
 
 
 def multiplied(model: ModelConfig, T: int) -> int:

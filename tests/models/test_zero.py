@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,12 +297,12 @@ def step_before_wait() -> None:
 
 
 def written_and_read() -> list[float]:
-    """A forward sees shards changed by hand, without an optimizer; a deep copy is a model of its own."""
+    """A forward sees shards changed by hand, without an optimizer; copies, also pickled, are models of their own."""
     trained = Trained({"dp": 2}, CONFIG, {"zero": 1})
     tokens = lay_out_batch(trained.mesh, trained.plan, *batch(0)).tokens
     with torch.no_grad():
         before = whole(trained.model(tokens))
-        copied = copy.deepcopy(trained.model)
+        copies = [copy.deepcopy(trained.model), pickle.loads(pickle.dumps(trained.model))]
         for parameter in trained.model.parameters():
             parameter.to_local().mul_(0.5)
         changed = whole(trained.model(tokens))
@@ -310,7 +311,9 @@ def written_and_read() -> list[float]:
             parameter.mul_(0.5)
         assert torch.equal(whole(fresh(tokens)), changed)
         assert not torch.equal(before, changed)
-        assert torch.equal(whole(copied(tokens)), before)
+        for copied in copies:
+            assert torch.equal(whole(copied(tokens)), before)
+            assert all(type(a) is type(b) for a, b in zip(copied.modules(), trained.model.modules(), strict=True))
     return [float(before.sum())]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Muon, distribute, exact_sums, to_global
+from weft.reshard.training.exact_step import check_exact_step
 
 from tests.support.pool import Pool
 
@@ -86,6 +88,30 @@ def test_loops_of_torch_round_float32_elements_alike(name: str) -> None:
             assert torch.equal(a, b)
 
 
+FURTHER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "nadam-coupled": lambda given: torch.optim.NAdam(given, lr=0.013, **DECAY),
+    "radam-coupled": lambda given: torch.optim.RAdam(given, lr=0.013, **DECAY),
+    "adam-without-decay": lambda given: torch.optim.Adam(given, lr=0.013),
+    "sgd-without-momentum": lambda given: torch.optim.SGD(given, lr=0.013),
+}
+OF_TWO_BYTES = LOOPS | FURTHER
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("name", OF_TWO_BYTES)
+def test_loops_of_torch_round_bfloat16_elements_alike_or_are_refused(name: str) -> None:
+    make, weight, *gradients = OF_TWO_BYTES[name], *[drawn(step, 4.0 * bool(step), N).bfloat16() for step in range(5)]
+    truth = stepped(make, [weight.clone()], [[each] for each in gradients])
+    found = [stepped(make, pieces(weight, cut), [pieces(each, cut) for each in gradients]) for cut in CUTS]
+    is_alike = all(torch.equal(a, b) for each in found for a, b in zip(each, truth, strict=True))
+    optimizer = make([nn.Parameter(weight)])
+    check_exact_step(optimizer)  # outside of exact sums
+    with exact_sums({"dp": 2}):
+        check_exact_step(make([nn.Parameter(weight.float())]))
+        with nullcontext() if is_alike else pytest.raises(ValueError, match="exact dp=2 cannot be kept by"):
+            check_exact_step(optimizer)
+
+
 def on_one_rank(name: str, dtype: torch.dtype, exact: bool) -> list[list[Tensor]]:
     """The weights and states for each cut, the whole tensor first; the pieces are DTensors on a mesh of one rank."""
     layout = Layout(ProcessMesh.grid(dp=1))
@@ -136,7 +162,9 @@ def by_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return FUSED["adamw"](parameters)
 
 
-def on_meshes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: int) -> list[list[Tensor]]:
+def on_meshes(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: int, dtype: torch.dtype
+) -> list[list[Tensor]]:
     """The weights and states on each mesh of `size` ranks."""
     found = []
     for axes, of_matrices, of_vectors in MESHES:
@@ -145,7 +173,7 @@ def on_meshes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size:
             continue
         layouts = [Layout(mesh, of_matrices if len(shape) > 1 else of_vectors) for shape in SHAPES]
         parts, *gradients = (
-            [distribute(drawn(10 * seed + i, 2.0, *shape), layouts[i]) for i, shape in enumerate(SHAPES)]
+            [distribute(drawn(10 * seed + i, 2.0, *shape).to(dtype), layouts[i]) for i, shape in enumerate(SHAPES)]
             for seed in range(4)
         )
         with exact_sums({"dp": 4, "tp": 2}):
@@ -154,13 +182,14 @@ def on_meshes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", [by_adamw, by_muon])
 def test_every_mesh_has_the_bits_of_one_process(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], pool: Pool
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype, pool: Pool
 ) -> None:
-    [[truth]] = pool.run(on_meshes, make, 1, ranks=1)
+    [[truth]] = pool.run(on_meshes, make, 1, dtype, ranks=1)
     for size in (2, 4):
-        for rank in pool.run(on_meshes, make, size, ranks=size):
+        for rank in pool.run(on_meshes, make, size, dtype, ranks=size):
             for found in rank:
                 for a, b in zip(found, truth, strict=True):
                     assert torch.equal(a, b)

@@ -57,6 +57,16 @@ def test_the_order_matters_for_these_numbers():
     assert not same_bits(tree_sum(stacked), tree_sum(stacked[[0, 2, 1, 3, 4, 5, 6, 7]]))
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_long_addends_are_added_in_chunks(count, monkeypatch):
+    stacked = numbers(count, count, 2, 5, 21)
+    in_one = [tree_sum(stacked), tree_reduce("sum", stacked.transpose(0, 1), (1, 0)), tree_sum(stacked.mT)]
+    for chunk in (1, 2, 64, 104, 105, 210):
+        monkeypatch.setattr("weft.reshard.moving.tree._CHUNK", chunk)
+        in_chunks = [tree_sum(stacked), tree_reduce("sum", stacked.transpose(0, 1), (1, 0)), tree_sum(stacked.mT)]
+        assert all(same_bits(a, b) for a, b in zip(in_one, in_chunks, strict=True)), chunk
+
+
 def test_axes_are_added_in_one_order():
     assert tree_order(("pp", "tp", "x", "dp", "cp")) == ("dp", "cp", "tp", "pp", "x")
     assert tree_order(()) == ()

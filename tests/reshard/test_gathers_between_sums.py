@@ -1,4 +1,4 @@
-"""With ZeRO 3 gathers run between the sums of gradients: where ranks run both in different orders, `wait()` says so."""
+"""With ZeRO 3 gathers run between the sums of gradients, in one order on all ranks; else `wait()` says so."""
 
 from __future__ import annotations
 
@@ -61,13 +61,16 @@ class Stack(nn.Module):
         return x
 
 
-def steps(missing: int | None, on_both: bool) -> tuple[str, bool]:
-    """The error of the second step, or ""; and whether the sums of both steps are right."""
+def steps(missing: int | None, on_both: bool, since: int = 1) -> tuple[str, bool]:
+    """The error of a step, or ""; and whether the sums of all steps are right.
+
+    missing: the block without a gradient, on rank 1 or on both, from step `since`.
+    """
     model = Stack(ProcessMesh.grid(dp=2))
     sync = GradientSync(model, bucket_bytes=1)
     right = True
-    for number in (0, 1):
-        lacks = missing if number and (on_both or dist.get_rank() == 1) else None
+    for number in range(3):
+        lacks = missing if number >= since and (on_both or dist.get_rank() == 1) else None
         model(torch.zeros(3, requires_grad=True), lacks).sum().backward()
         try:
             sync.wait()
@@ -75,7 +78,7 @@ def steps(missing: int | None, on_both: bool) -> tuple[str, bool]:
             return str(error), right
         for block in model.blocks:
             grad = block.w.grad
-            expected = 300.0 if number == 0 or block.number != missing else (None if on_both else 100.0)
+            expected = 300.0 if number < since or block.number != missing else (None if on_both else 100.0)
             if expected is None:
                 right = right and grad is None
             else:
@@ -84,11 +87,16 @@ def steps(missing: int | None, on_both: bool) -> tuple[str, bool]:
     return "", right
 
 
+@pytest.mark.parametrize("missing", range(BLOCKS))
+def test_zeros_are_sent_before_the_next_gather(missing: int, pool: Any) -> None:
+    assert pool.run(steps, missing, False, ranks=2) == [("", True)] * 2
+
+
 @pytest.mark.parametrize("missing", [3, 5, 6, 7])
 def test_sums_that_met_gathers_are_refused(missing: int, pool: Any) -> None:
-    found = pool.run(steps, missing, False, ranks=2)
-    assert not all(right for _, right in found), "else nothing is to refuse"
-    assert "parameters were gathered between the sums of gradients (ZeRO 3)" in found[1][0], found
+    """In the first step no rank knows the layout of a gradient that does not come."""
+    for error, _ in pool.run(steps, missing, False, 0, ranks=2):
+        assert "parameters were gathered between the sums of gradients (ZeRO 3)" in error
 
 
 @pytest.mark.parametrize(("missing", "on_both"), [(None, False), (0, False), (4, True)])

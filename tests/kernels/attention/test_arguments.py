@@ -49,6 +49,31 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
         attention(QUERY, KEY, VALUE, **({"head_dim": 4} | options))
 
 
+BOUNDS = document_bounds(torch.tensor([[0, 0, 1, 1, 2, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "found"),
+    [
+        pytest.param(BOUNDS.flip(1), r"token 0 of row 0 are \[4, 6\]", id="decreasing"),
+        pytest.param(BOUNDS.flip(-1), r"token 0 of row 0 are \[2, 0\]", id="stop-before-start"),
+        pytest.param(BOUNDS - 1, r"token 0 of row 0 are \[-1, 1\]", id="negative"),
+        pytest.param(BOUNDS.roll(1, 1), r"token 0 of row 0 are \[4, 6\]", id="of-the-token-before"),
+    ],
+)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_bounds_of_no_stretch_are_refused(bounds: Tensor, found: str, softcap: float | None) -> None:
+    """Such bounds break the order on which ranges rely, and gave other gradients than values, without a word."""
+    with pytest.raises(ValueError, match=found + ", which no stretch of tokens has; make bounds with document_bounds"):
+        attention(QUERY, KEY, VALUE, head_dim=4, documents=bounds, softcap=softcap)
+
+
+def test_documents_in_a_list_are_refused() -> None:
+    ids: Any = [[0, 0, 0, 1, 1, 1]]
+    with pytest.raises(ValueError, match=r"takes documents as a tensor, got list; give torch\.tensor"):
+        attention(QUERY, KEY, VALUE, head_dim=4, documents=ids)
+
+
 @pytest.mark.parametrize(
     "ids", [torch.tensor(3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.complex64)], ids=["scalar", "f", "c"]
 )

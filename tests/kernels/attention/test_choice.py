@@ -14,11 +14,11 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import attention
 from weft.kernels.attention import plain
-from weft.kernels.attention.plain import TABLE, CallClass, Measurement, faster_calls, is_kernel_faster
+from weft.kernels.attention.plain import TABLE, AttentionMeasurement, CallClass, faster_calls, is_kernel_faster
 from weft.kernels.launching.measured import write_table
 
 OF = CallClass.of("sm_90", torch.bfloat16, 64, 1000)
-ROW = Measurement(of=OF, seconds=1.0, torch_seconds=2.0, where="a test")
+ROW = AttentionMeasurement(of=OF, seconds=1.0, torch_seconds=2.0, where="a test")
 SLOWER = replace(ROW, of=OF._replace(tokens=4096), seconds=3.0)
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A table filled by hand, on a chip that it names."""
     write_table({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
-    monkeypatch.setattr(plain, "FASTER", faster_calls(Measurement.read(tmp_path / "table.json")))
+    monkeypatch.setattr(plain, "FASTER", faster_calls(AttentionMeasurement.read(tmp_path / "table.json")))
     monkeypatch.setattr(plain, "chip_of", lambda device: ("sm_90", 132))
 
 
@@ -61,7 +61,7 @@ def test_an_empty_table_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:
-    rows = Measurement.read(TABLE)
+    rows = AttentionMeasurement.read(TABLE)
     write_table(rows, tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == TABLE.read_text()
     assert all(row.where for row in rows.values())

@@ -89,9 +89,9 @@ def test_dropout(S: int, p: float, device: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("block_t", "block_s"), [(32, 16), (16, 32), (64, 64)], ids=str)
 def test_block_sizes(block_t: int, block_s: int, interpreted: None) -> None:
-    from weft.kernels.attention.launch import Launch
+    from weft.kernels.attention.launch import AttentionLaunch
 
-    launch = Launch(block_t=block_t, block_s=block_s, warps=1, stages=1)
+    launch = AttentionLaunch(block_t=block_t, block_s=block_s, warps=1, stages=1)
     documents = ((0,) * 29 + (1,) * 3 + (2,) * 38, (0,) * 70)
     for more in ({"dropout": 0.3}, {"window": 20, "softcap": 2.0}):
         case = merged({"T": 70, "S": 70, "heads": 2, "documents": documents, "sinks": True}, more)

@@ -29,7 +29,7 @@ def keys_of(T: int, S: int, lengths: list[int] | None = None, causal: bool = Tru
     return keys_seen(places, S, causal, window, bounds)[0]
 
 
-def described(pieces: list[stretches.Piece]) -> list[str]:
+def described(pieces: list[stretches.FusedCall]) -> list[str]:
     """Each piece as "queries x keys kind"."""
     kinds = {(False, False): "all", (True, False): "causal", (False, True): "mask"}
     return [
@@ -98,7 +98,7 @@ def test_queries_that_see_nothing_are_in_no_piece() -> None:
     assert found == ["2:4 x 0:2 causal", "6:7 x 2:4 all"]
 
 
-def scores(pieces: list[stretches.Piece]) -> int:
+def scores(pieces: list[stretches.FusedCall]) -> int:
     """The number of scores that the pieces compute; half of a square where causal."""
     total = 0
     for each in pieces:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, reference
-from weft.kernels.cross_entropy.merged import Shard
+from weft.kernels.cross_entropy.merged import LossShard
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded.loss import as_denominator
 from weft.kernels.launching.traffic import Traffic, counted_traffic
@@ -38,7 +38,7 @@ def test_the_passes_mark_a_target_that_is_no_class_with_nan(device):
     passes = function.select_passes(torch.empty(0, device=device))
     logits, target, _ = make(4, 31, device)
     target[:3] = torch.tensor([-1, 31, -100])
-    found = passes.statistics(logits, target, None, Shard(0, 31, Options()))
+    found = passes.statistics(logits, target, None, LossShard(0, 31, Options()))
     assert found[:, 1].isnan().tolist() == [True, True, False, False]
     assert found[2].tolist() == [-torch.inf, 0, 0]
 

@@ -95,7 +95,12 @@ def test_anchor_7_no_gathered_logits_are_taken_for_a_shard(device):
     logits, target, _ = make(4, 32, device)
     with pytest.raises(ValueError, match=r"classes 16 to 48 of a vocabulary of 32; .*not gathered ones"):
         function.forward(
-            logits, target, options=Options(), vocab_start=16, vocab_size=32, gather=lambda s: s.expand(2, -1, -1)
+            logits,
+            target,
+            options=Options(),
+            vocab_start=16,
+            vocab_size=32,
+            gather=lambda s: s.expand(2, -1, -1),
         )
 
 

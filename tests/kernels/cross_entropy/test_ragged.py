@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import launch, reference
-from weft.kernels.cross_entropy.merged import Shard, Upstream
+from weft.kernels.cross_entropy.merged import LossShard, Upstream
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.launching.traffic import counted_traffic
 
@@ -27,7 +27,7 @@ def test_the_kernels_are_torchs_path(interpreted, V, options):
     options = given(options, V, "cpu")
     weight = options.pop("weight", None)
     logits, target, upstream = make(9, V, "cpu", torch.bfloat16, "none")
-    shard, arrived = Shard(0, V, Options(reduction="none", **options)), Upstream(upstream)
+    shard, arrived = LossShard(0, V, Options(reduction="none", **options)), Upstream(upstream)
     memory = torch.full((9 * V + 64,), 7.0, dtype=torch.bfloat16)
     out = memory[32 : 32 + 9 * V].view(9, V)
     assert launch._is_ragged(logits, out) == (V % 16 > 0)
@@ -64,7 +64,7 @@ def test_no_class_is_read_or_written_twice(interpreted, V):
     logits, target, _ = make(9, V, "cpu", torch.bfloat16)
     target[:] = 0
     with counted_traffic() as traffic:
-        launch.statistics(logits, target, None, Shard(0, V, Options()))
+        launch.statistics(logits, target, None, LossShard(0, V, Options()))
     assert traffic.loaded == 2 * logits.numel() + 9 * (8 + 2)  # and each row's target, and the target's logit
     loss = cross_entropy(logits.requires_grad_(), target, reduction="none")
     with counted_traffic() as traffic:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
-from weft.kernels.cross_entropy.merged import Shard
+from weft.kernels.cross_entropy.merged import LossShard
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.launching.traffic import counted_traffic
 
@@ -234,7 +234,7 @@ def test_float32_logits_are_read_once_where_the_true_class_is_near_the_largest(i
     logits = torch.zeros(3, 5000)
     logits[:, 7] = far
     with counted_traffic() as seen:
-        launch.statistics(logits, torch.full((3,), 7), None, Shard(0, 5000, Options()))
+        launch.statistics(logits, torch.full((3,), 7), None, LossShard(0, 5000, Options()))
     assert seen.loaded == 3 * (8 + 4 + readings * 4 * 5000)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from weft.kernels.cross_entropy.sharded import gather
-from weft.kernels.linear_cross_entropy.chunks import Product
+from weft.kernels.linear_cross_entropy.chunks import LogitFactors
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.layout import chunk
 from weft.reshard import distribute, reshard
@@ -133,19 +133,19 @@ class Waiting:
 def order_of_work() -> list[str]:
     """Logits GEMMs, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
-    all_gather, logits = gather.start_all_gather, Product.logits
+    all_gather, logits = gather.start_all_gather, LogitFactors.logits
 
     def started(*arguments: Any, **options: Any) -> Waiting:
         seen.append("gather")
         return Waiting(all_gather(*arguments, **options), seen)
 
-    def multiplied(product: Product, rows: slice, out: Tensor) -> Tensor:
+    def multiplied(product: LogitFactors, rows: slice, out: Tensor) -> Tensor:
         seen.append("gemm")
         return logits(product, rows, out)
 
     case, mesh = make((6,), 8), ProcessMesh.grid(tp=2)
     weight = distribute(case.linear_weight.detach(), Layout(mesh, "tp: S(0)")).requires_grad_()
-    with patch.object(gather, "start_all_gather", started), patch.object(Product, "logits", multiplied):
+    with patch.object(gather, "start_all_gather", started), patch.object(LogitFactors, "logits", multiplied):
         linear_cross_entropy(case.input.detach(), weight, case.target, chunk_tokens=2)
     return seen
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels.linear_cross_entropy import gradients
-from weft.kernels.linear_cross_entropy.chunks import Product
+from weft.kernels.linear_cross_entropy.chunks import LogitFactors
 from weft.kernels.linear_cross_entropy.gradients import ADDITIONS, ProductGradients, Sum24, accumulate
 
 SPECIAL = [
@@ -105,7 +105,7 @@ def test_additions_that_are_all_too_small_lose_little(device, chunks):
     weight = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
     rows = [slice(i, i + 1) for i in range(chunks)]
     sums = ProductGradients(
-        Product(x, weight, None, torch.zeros(chunks, dtype=torch.int64)), (None, torch.bfloat16, None), rows
+        LogitFactors(x, weight, None, torch.zeros(chunks, dtype=torch.int64)), (None, torch.bfloat16, None), rows
     )
     for some in rows:
         sums.add(some, torch.ones(1, 1, dtype=torch.bfloat16, device=device))

@@ -95,7 +95,9 @@ def test_the_error_is_no_larger_than_that_of_torchs_chunks(device, dtype):
 
 def test_a_product_in_blocks_of_classes_is_the_whole():
     case = large("cpu", torch.bfloat16, "mean")
-    product = chunks.Product(case.input.detach(), case.linear_weight.detach(), case.linear_bias.detach(), case.target)
+    product = chunks.LogitFactors(
+        case.input.detach(), case.linear_weight.detach(), case.linear_bias.detach(), case.target
+    )
     expected = F.linear(*(leaf.detach().double() for leaf in case.leaves()))
     for nbytes in (1, 4 * H * 7, 1 << 21):
         with patch.object(chunks, "CAST_BYTES", nbytes):

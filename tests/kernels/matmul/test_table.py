@@ -18,8 +18,8 @@ from weft.kernels.matmul.configurations import (
     MIDDLE,
     Configuration,
     Kind,
-    Measurement,
     ProductClass,
+    ProductMeasurement,
     find_measured,
     is_kernel_faster,
 )
@@ -29,7 +29,7 @@ from .test_grouped import eager, ends
 from .test_tiles import SMALL
 
 OF = ProductClass.of("sm_90", "bfloat16", "plain", "b", 8192, 4096, 4000)
-ROW = Measurement(of=OF, configuration=MIDDLE, seconds=1.0, torch_seconds=2.0, where="a test")
+ROW = ProductMeasurement(of=OF, configuration=MIDDLE, seconds=1.0, torch_seconds=2.0, where="a test")
 SLOWER = replace(ROW, of=OF._replace(m=1024), torch_seconds=0.5)
 
 
@@ -40,7 +40,7 @@ def test_a_class_has_sizes_up_to_powers_of_two() -> None:
 
 def test_the_faster_of_two_is_taken(tmp_path: Path) -> None:
     write_table({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
-    table = Measurement.read(tmp_path / "table.json")
+    table = ProductMeasurement.read(tmp_path / "table.json")
     assert table == {ROW.of: ROW, SLOWER.of: SLOWER}
     assert is_kernel_faster(OF, table) and not is_kernel_faster(SLOWER.of, table)
     assert find_measured(OF, table) == find_measured(SLOWER.of, table) == MIDDLE
@@ -108,7 +108,7 @@ class Spied:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, of: ProductClass, configuration: Configuration) -> None:
-    row = Measurement(of=of, configuration=configuration, seconds=1.0, torch_seconds=0.5, where="a test")
+    row = ProductMeasurement(of=of, configuration=configuration, seconds=1.0, torch_seconds=0.5, where="a test")
     monkeypatch.setitem(configurations.MEASURED, of, row)
 
 

@@ -6,13 +6,13 @@ import json
 import re
 from pathlib import Path
 
-from weft.kernels.launching.aot import Report, variants
+from weft.kernels.launching.aot import VariantCost, variants
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/kernels/matmul.md").read_text()
 
 
-def line_of(report: Report) -> str:
+def line_of(report: VariantCost) -> str:
     """The row of the documentation's table, after the variant's name and tile."""
     multiplies = ", ".join(kind for kind in report.inner_tensor_core if "cp.async" not in kind) or "none"
     loop = f"{report.inner_instructions}, {multiplies}"
@@ -24,7 +24,7 @@ def test_the_table_is_that_of_the_kept_reports() -> None:
     version = re.search(r"As compiled by triton (\S+) for sm_90", PAGE)
     assert version is not None
     kept = json.loads((ROOT / f"benchmarks/results/aot/triton-{version[1]}.json").read_text())
-    reports = {each["variant"]: Report(**each) for each in kept if each["target"] == "sm_90"}
+    reports = {each["variant"]: VariantCost(**each) for each in kept if each["target"] == "sm_90"}
     shown = re.findall(r"^\| `((?:grouped_)?matmul\.\w+/[\w-]+)` \| [^|]+ (\|.*\|)$", PAGE, flags=re.MULTILINE)
     named = {each.name for each in variants() if "matmul." in each.name and "combine" not in each.name}
     assert {variant for variant, _ in shown} == named

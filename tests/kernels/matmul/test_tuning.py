@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.kernels import grouped_matmul
 from weft.kernels.matmul import configurations
-from weft.kernels.matmul.configurations import Measurement, ProductClass
+from weft.kernels.matmul.configurations import ProductClass, ProductMeasurement
 
 from benchmarks import tune_matmul
 from benchmarks.products import AUTOTUNED, FORMATS, KERNEL, KINDS, TORCH, Inaccurate, check, compared
@@ -61,7 +61,7 @@ def test_each_case_is_right_and_its_row_is_kept(name: str, tmp_path: Path) -> No
     table.write_text("[]")
     makers = list(tune_matmul.cases(format, "cpu", [32], [(48, 16)], [(2, 32, 16)]))
     tune_matmul.measure(makers, format, table, Host(), "a test", rounds=2)
-    found = Measurement.read(table)
+    found = ProductMeasurement.read(table)
     assert len(found) == len(makers) == (4 if name == "fp8" else 9)
     assert all(row.configuration in TRIED and row.seconds > 0 for row in found.values())
     assert {of.dtype for of in found} == {str(format.dtype).removeprefix("torch.")}  # no tf32 on a CPU
@@ -85,7 +85,7 @@ def test_what_was_tuned_of_groups_is_what_their_product_finds(tmp_path: Path, mo
     tune_matmul.measure(
         [lambda: tune_matmul.of_groups("", 2, (32, 32, 16), format, "cpu")], format, table, Host(), "a test", rounds=2
     )
-    ((of, row),) = Measurement.read(table).items()
+    ((of, row),) = ProductMeasurement.read(table).items()
     assert of == ProductClass.of("interpreted", "bfloat16", "grouped", "", 16, 32, 16, 2)
     monkeypatch.setitem(configurations.MEASURED, of, row)
     launches: list[dict[str, Any]] = []

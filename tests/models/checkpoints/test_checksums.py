@@ -15,6 +15,7 @@ from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, from_pretrained, initialize, save_checkpoint, save_pretrained
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import CHECKSUMS, DamagedCheckpoint
+from weft.models.checkpoint.storage import own_partial_path
 from weft.models.cli import main
 from weft.models.cli.generate import find_tokenizer_of
 from weft.models.data.tokenizer import byte_tokenizer
@@ -129,6 +130,16 @@ def test_all_that_is_written_is_on_the_disk_before_it_has_its_name(
     *files, inside, beside = synced
     assert sorted(files) == FILES and files[-1] == CHECKSUMS
     assert inside.startswith(".model.partial") and beside == tmp_path.name
+
+
+def test_what_another_process_writes_of_the_same_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = own_partial_path(tmp_path / "model")
+    theirs.mkdir()
+    (theirs / "half").touch()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    save_pretrained(gpt(), tmp_path / "model", shard_bytes=SHARD_BYTES)
+    assert {each.name for each in tmp_path.iterdir()} == {"model", theirs.name}
+    assert (theirs / "half").exists()
 
 
 def test_what_is_read_lies_in_memory_as_what_torch_makes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.models.data.examples.example import SEGMENTS, Example, Segment, Task
+from weft.models.data.examples.example import SEGMENTS, Example, MaskedTokens, Task
 from weft.models.data.tokenizer import Tokenizer, byte_tokenizer
 
 
@@ -51,6 +51,6 @@ def random_source(task: Task, count: int, longest: int, *, seed: int = 0, first:
         for size in draw.integers(1, longest + 1, SEGMENTS[task]).tolist():
             learned = draw.random(size) < 0.5
             learned[-1] = True
-            segments.append(Segment(np.full(size, first + number, dtype=np.int64), learned))
+            segments.append(MaskedTokens(np.full(size, first + number, dtype=np.int64), learned))
         examples.append(Example(tuple(segments), bool(draw.integers(2)) if task == "kto" else None))
     return ArraySource(task, examples)

@@ -14,7 +14,7 @@ from trl import DPOTrainer, SFTTrainer
 from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 from trl.trainer.kto_trainer import _get_kl_dataset, _process_tokens, _tokenize
 from weft.models.data.examples.encode import encode_record, join_example
-from weft.models.data.examples.example import Example, Segment, Task
+from weft.models.data.examples.example import Example, MaskedTokens, Task
 from weft.models.data.examples.template import find_template
 from weft.models.data.tokenizer import find_tokenizer
 
@@ -50,7 +50,7 @@ def ours(path: Path, records: list[dict[str, Any]], task: Task) -> list[Example]
     ]
 
 
-def row(segment: Segment) -> tuple[list[int], list[bool]]:
+def row(segment: MaskedTokens) -> tuple[list[int], list[bool]]:
     return segment.tokens.tolist(), segment.learned.tolist()
 
 

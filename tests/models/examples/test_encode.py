@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.models.data.examples.encode import Encoded, encode_examples, encode_record, join_example
-from weft.models.data.examples.example import Segment
+from weft.models.data.examples.example import MaskedTokens
 from weft.models.data.examples.forms import BadExample
 from weft.models.data.examples.template import find_template
 from weft.models.data.inputs import LeftOut
@@ -48,6 +50,49 @@ def test_messages_as_bytes_by_a_template_file(tmp_path: Path) -> None:
     assert np.flatnonzero(segment.learned).tolist() == [len(before) + i for i in range(4)]
 
 
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "sun", "arguments": {}}}]}
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+CALLING = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+)
+OF_PARTS = PLAIN.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize(
+    ("message", "good", "bad", "error"),
+    [
+        pytest.param(CALL, CALLING, PLAIN, "has tool_calls in message 2, which bad.jinja leaves out", id="calls"),
+        pytest.param(
+            {"role": "assistant", "content": [{"type": "text", "text": "sun"}]},
+            *(OF_PARTS, PLAIN, "has a list of parts as content of message 2, which bad.jinja writes as a list"),
+            id="parts",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    task: Any, message: dict[str, Any], good: str, bad: str, error: str, tmp_path: Path
+) -> None:
+    """A model would learn to answer a call of tools by nothing, or with the brackets of Python's lists."""
+    asked = [{"role": "user", "content": [{"type": "text", "text": "Where?"}] if good == OF_PARTS else "Where?"}]
+    wrong = [{"role": "assistant", "content": [{"type": "text", "text": "sea"}] if good == OF_PARTS else "sea"}]
+    record = {
+        "sft": {"messages": [*asked, message]},
+        "dpo": {"prompt": asked, "chosen": [message], "rejected": wrong},
+        "kto": {"prompt": asked, "completion": [message], "label": True},
+    }[task]
+    tokenizer = byte_tokenizer()
+    for name, source in (("good", good), ("bad", bad)):
+        (tmp_path / f"{name}.jinja").write_text(source)
+    options = {"task": task, "tokenizer": tokenizer}
+    encoded = encode_record(record, "a", template=find_template(tokenizer, tmp_path / "good.jinja"), **options)
+    learned = encoded.completions[0].tokens[encoded.completions[0].learned]
+    assert tokenizer.decode(learned.tolist()).startswith("sun")
+    record = json.loads(json.dumps(record).replace('[{"type": "text", "text": "Where?"}]', '"Where?"'))
+    with pytest.raises(BadExample, match=re.escape(error.replace("bad.jinja", str(tmp_path / "bad.jinja")))):
+        encode_record(record, "a", template=find_template(tokenizer, tmp_path / "bad.jinja"), **options)
+
+
 def test_special_tokens_in_a_chat_are_tokens_and_nothing_is_added(tmp_path: Path) -> None:
     tokenizer = find_tokenizer(folder(tmp_path / "tokenizer", "llama"))
     tokens, places = tokenizer.encode_with_places("<|begin|>the sky<|eot|>")
@@ -58,7 +103,7 @@ def test_special_tokens_in_a_chat_are_tokens_and_nothing_is_added(tmp_path: Path
 
 def test_an_example_without_a_token_to_learn_is_refused() -> None:
     encoded = Encoded(
-        np.zeros(0, dtype=np.int64), (Segment(np.array([5]), np.array([True])),)
+        np.zeros(0, dtype=np.int64), (MaskedTokens(np.array([5]), np.array([True])),)
     )  # a first token is no target
     message = r"a\.jsonl: line 7 has no token to learn behind the first of its 1 tokens; mend the record, or skip bad"
     with pytest.raises(BadExample, match=message):

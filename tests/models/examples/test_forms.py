@@ -100,6 +100,12 @@ def test_labels(label: Any, expected: bool) -> None:
             "sft", {"messages": [{"role": "user", "content": 1}]}, "has int 1 as content", id="content-number"
         ),
         pytest.param(
+            "sft",
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, *CHAT[1:]]},
+            "has a part of the type 'image' in the content of message 1 of 'messages'",
+            id="image",
+        ),
+        pytest.param(
             "sft", {"messages": A}, "no message of the role 'assistant' to learn; its roles are user", id="user"
         ),
         pytest.param("sft", {"prompt": "a", "completion": ""}, "has an empty completion", id="empty-completion"),

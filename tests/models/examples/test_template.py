@@ -119,6 +119,21 @@ def test_spans_are_the_assistants_turns(marked: bool) -> None:
     assert [text[start:stop] for start, stop in spans] == [f"b{end}", f"d{end}"]
 
 
+def test_a_message_of_weight_0_is_read_and_not_learned() -> None:
+    chat = turns("a", "b", "c", "d")
+    chat[1] |= {"weight": 0}
+    chat[3] |= {"weight": 1}
+    text, spans = named(template(CHATML, marked=False)).render_learned(chat)
+    assert [text[start:stop] for start, stop in spans] == ["d<|im_end|>\n"]
+    with pytest.raises(BadExample, match=r"has a message of weight 0, whose words chat\.jinja marks"):
+        named(template(CHATML, marked=True)).render_learned(chat)
+    _, of_completion = named(template(CHATML, marked=False)).render_learned(chat, prompt=1)
+    assert len(of_completion) == 2  # a completion is learned whole
+    mark = "{% generation %}{{ m.content }}{% endgeneration %}"
+    own = "{% for m in messages %}{% if m.weight == 1 %}MARK{% endif %}{% endfor %}".replace("MARK", mark)
+    assert named(own).render_learned(chat) == ("d", [(0, 1)])
+
+
 def test_marks_inside_macros_and_captured_text() -> None:
     source = (
         "{% macro say(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}"

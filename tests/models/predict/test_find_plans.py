@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
-from weft.models.predict.chip import load_chip
+from weft.models.predict.chip import Chip, load_chip
 from weft.models.predict.find_plans import check_stages, count_experts, parameters_of
 from weft.models.predict.plan_memory import PlanMemory, least_tp
 from weft.models.predict.plan_prices import PlanPrices, least_sizes
@@ -45,6 +46,7 @@ EXPERTS = MixtralConfig(
     num_experts=8, experts_per_token=2,
 )  # fmt: skip
 GIB = 2**30
+H100 = load_chip("h100")
 
 
 def model_of(config: LlamaConfig | MixtralConfig) -> nn.Module:
@@ -54,10 +56,15 @@ def model_of(config: LlamaConfig | MixtralConfig) -> nn.Module:
 
 @cache
 def prices_of(
-    config: LlamaConfig | MixtralConfig, processes: int, rows: int, tokens: int, compiled: bool
+    config: LlamaConfig | MixtralConfig,
+    processes: int,
+    rows: int,
+    tokens: int,
+    compiled: bool,
+    chip: Chip = H100,
 ) -> tuple[PlanPrices, tuple[Candidate, ...]]:
     """The prices of a workload, and all its candidates."""
-    model, chip = model_of(config), load_chip("h100")
+    model = model_of(config)
     workload = Workload(
         model=model, rows=rows, tokens=tokens, dtype=torch.bfloat16, clip_norm=1.0, is_compiled=compiled
     )
@@ -169,3 +176,35 @@ def test_branch_and_bound_finds_what_brute_force_finds(processes: int) -> None:
     assert outcome.certificate.is_complete
     assert outcome.certificate.priced < len(fitting), "something was cut off"
     assert outcome.certificate.enumerated == len(some)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_branch_and_bound_finds_what_brute_force_finds_on_machines_and_models_drawn_at_random(seed: int) -> None:
+    """Of a sample of candidates, half of which are above the memory."""
+    draw = random.Random(seed)
+    heads = draw.choice([4, 8])
+    config = replace(NARROW, num_layers=draw.choice([4, 6, 8]), num_heads=heads, hidden_size=heads * 32)
+    chip = replace(
+        H100,
+        memory_bandwidth=H100.memory_bandwidth * draw.uniform(0.2, 3),
+        host_seconds=H100.host_seconds * draw.uniform(0, 3),
+        levels=tuple(
+            replace(each, bandwidth=each.bandwidth * draw.uniform(0.1, 2), latency=each.latency * draw.uniform(0, 3))
+            for each in H100.levels
+        ),
+    )
+    prices, candidates = prices_of(config, draw.choice([6, 8]), 8, draw.choice([96, 128]), seed % 2 == 0, chip)
+    some = draw.sample(candidates, 40)
+    able = [(prices.price(each)[0], each.complexity, each) for each in some]
+    able = sorted(entry for entry in able if entry[0] < math.inf)  # type: ignore[type-var]
+    limit = sorted(prices.memory.peak(each) for _, _, each in able)[len(able) // 2]
+    prices = replace(prices, limit=limit)
+    outcome = search(some, prices.bounds(), prices.price, fits=prices.fits, keep=3, refused={"a reason": 2})
+    fitting = [(seconds, each) for seconds, _, each in able if prices.fits(each)]
+    assert 3 < len(fitting) < len(able)
+    assert [(each.seconds, each.candidate) for each in outcome.found] == fitting[:3]
+    proof = outcome.certificate
+    assert proof.is_complete
+    assert proof.enumerated == len(some) + 2 == sum(proof.refused.values()) + sum(proof.cut.values()) + proof.priced
+    assert sum(proof.cut.values()) > 0

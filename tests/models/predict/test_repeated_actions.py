@@ -12,7 +12,7 @@ from weft.mesh import ProcessMesh
 from weft.models import PipelinePlan
 from weft.models.families import make_model
 from weft.models.parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
-from weft.models.parallel.pipeline.run import _Run
+from weft.models.parallel.pipeline.step import RunningStep
 from weft.models.predict.hang_report import Hang
 from weft.models.predict.hangs import CallRecorder, NoHang
 from weft.models.predict.rank_kinds import check_plan
@@ -171,16 +171,16 @@ def assert_found(found: NoHang | Hang) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatch", [3, MICROBATCHES - 1])
 def test_a_hang_in_one_microbatch_alone(microbatch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = _Run._forward
+    forward = RunningStep._forward
 
-    def faulty(self: _Run, action: Action) -> None:
+    def faulty(self: RunningStep, action: Action) -> None:
         forward(self, action)
         if action.microbatch == microbatch:
             extra_sum()
 
     axes, model = {"pp": 2, "tp": 2}, make()
     assert isinstance(check(model, axes, plan_of(model)), NoHang)
-    monkeypatch.setattr(_Run, "_forward", faulty)
+    monkeypatch.setattr(RunningStep, "_forward", faulty)
     assert_found(check(model, axes, plan_of(model)))
 
 

@@ -73,7 +73,7 @@ def step(
     task, options = TASKS[name]
     meshes = [text for axis in ("pp", "dp", "cp", "tp") for text in (f"--mesh.{axis}", str(axes.get(axis, 1)))]
     every = (*meshes, *options.split(), *plan.split(), *further)
-    output = folders / f"run-{len(list(folders.iterdir()))}"
+    output = folders / f"run-{len(list(folders.glob('run-*')))}"
     for kept in folders.glob(".reference-*"):  # a precomputed reference is computed on every mesh
         kept.unlink()
     run = make_run(folders / kind / "model", folders / f"{task}.jsonl", task, *every, output=output, batch=8)

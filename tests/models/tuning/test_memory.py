@@ -81,9 +81,12 @@ class Logits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def most_logits(run: Run) -> tuple[int, int, int]:
     """(most elements of a tensor as wide as the vocabulary in step 1, the vocabulary's size, the tokens of a batch)."""
-    chunks.HELD_BYTES_ON_CPU = 1 << 16  # a hundredth of the logits
-    with Logits(run.config.model.vocab_size) as watch:
-        first_step(run)
+    before, chunks.HELD_BYTES_ON_CPU = chunks.HELD_BYTES_ON_CPU, 1 << 16  # a hundredth of the logits
+    try:
+        with Logits(run.config.model.vocab_size) as watch:
+            first_step(run)
+    finally:
+        chunks.HELD_BYTES_ON_CPU = before  # the worker goes on to later tests, whose sums depend on the chunks
     width = LENGTH * (2 if run.config.task == "dpo" else 1)
     return watch.most, watch.vocab_size, run.config.data.batch_size * width
 

@@ -242,23 +242,23 @@ def test_the_numbers_of_a_reference_that_is_not_finite_are_not_kept(folders: Pat
 
 
 def test_writers_at_once_leave_a_whole_file(tmp_path: Path) -> None:
-    """Each reader finds a whole table, of one of the writers."""
-    path, failures = tmp_path / ".reference-0.npy", list[BaseException]()
+    """A reader finds a whole table, of one of the writers. Writers are threads, which share a process id."""
+    path, failures, table = tmp_path / ".reference-0.npy", list[BaseException](), torch.empty(500, 2)
     write_table(path, "a", torch.zeros(500, 2))
 
-    def work(value: float) -> None:
-        table = torch.empty(500, 2)
+    def write_often(value: float) -> None:
         try:
             for _ in range(60):
                 write_table(path, "a", torch.full((500, 2), value))
-                read_table(path, "a", table)
-                assert table.min() == table.max()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(6)]
+    threads = [threading.Thread(target=write_often, args=(float(number),)) for number in range(6)]
     for each in threads:
         each.start()
+    while any(each.is_alive() for each in threads):
+        read_table(path, "a", table)
+        assert table.min() == table.max()
     for each in threads:
         each.join()
     assert not failures

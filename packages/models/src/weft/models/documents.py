@@ -7,12 +7,14 @@ through `read_json` or `parse_json`. Writing: never through a symbolic link. Not
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
@@ -234,15 +236,38 @@ def write_shared(path: Path, content: bytes) -> None:
 
     A killed process may leave its hidden temporary file behind.
     """
+    with _written_aside(path, content) as aside:
+        aside.replace(path)
+
+
+def write_first(path: Path, content: bytes) -> None:
+    """As `write_shared`, but the first one's file is kept.
+
+    Raises FileExistsError for a file or link at `path`, which stays as it is. On a file system without hard links,
+    `path` is looked at just before the rename instead: of two files within this moment, the last one's is kept.
+    """
+    with _written_aside(path, content) as aside:
+        try:
+            os.link(aside, path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            aside.replace(path)
+
+
+@contextmanager
+def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
+    """Context with a hidden temporary file of the content, beside `path`; removed at the end unless renamed."""
     aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(8)}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        aside.replace(path)
-    except BaseException:
+        yield aside
+    finally:
         aside.unlink(missing_ok=True)
-        raise
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:

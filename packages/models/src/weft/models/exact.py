@@ -143,6 +143,20 @@ def refuse_compiled(exact: Mapping[str, int]) -> None:
     )
 
 
+def check_ulysses(exact: Mapping[str, int]) -> None:
+    """Raise ValueError for a named mesh with tp and cp; called for plans with context="ulysses" alone.
+
+    Heads are sharded over tp, and within a shard over cp. A rank that stands for several coordinates of tp would have
+    heads that are not side by side.
+    """
+    if exact.get("tp", 1) > 1 and exact.get("cp", 1) > 1:
+        raise ValueError(
+            f"exact {in_words(exact)} cannot be kept with the context ulysses, which cuts heads over tp and then over "
+            f"cp: a rank of a smaller tp would have heads that are not side by side; name tp=1 or cp=1, or take the "
+            f"context all_gather"
+        )
+
+
 def check_task(exact: Mapping[str, int], task: str) -> None:
     """Raise ValueError for dpo and kto, whose loss each rank computes over all local rows at once."""
     if task in ("dpo", "kto"):

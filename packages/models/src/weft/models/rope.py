@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import dtensor_spec, wrap, wrap_with_spec
+from weft.reshard.extension import dtensor_spec, exact_axes, stacked_shape, this_rank, wrap, wrap_with_spec
 
 from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
 
@@ -79,7 +79,10 @@ def length_of(positions: Tensor) -> Tensor:
     if isinstance(positions, DTensor):
         layout = layout_of(positions)
         sharded = [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Shard)]
-        own = wrap(highest, layout.replace(**dict.fromkeys(sharded, "P(max)")), ())
+        partial = layout.replace(**dict.fromkeys(sharded, "P(max)"))
+        if exact_axes() is not None:  # an addend for each coordinate; the largest has any number of equals
+            highest = highest.expand(stacked_shape(partial, (), this_rank())).contiguous()
+        own = wrap(highest, partial, ())
         highest = reshard(own, placements=layout.replace(**dict.fromkeys(sharded, "R"))).to_local()
     return highest + 1
 

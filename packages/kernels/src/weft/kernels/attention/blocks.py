@@ -32,7 +32,7 @@ MOST_SCORES = 2**21  # scores of a block, over all rows and heads: 8 MB in float
 LEAST, MOST = 16, 128  # queries of a block. In a block of n queries, a query computes up to n masked scores
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Neighbouring queries whose scores are computed at a time, and the keys which at least one query sees."""
 
     rows: slice  # rows of the batch
@@ -122,7 +122,7 @@ def backward(
     return dquery, dkey, dvalue, None if sinks is None else sinks_gradient(grad, output, lse.flatten(1, 2), sinks)
 
 
-def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
+def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[QueryBlock]:
     """The blocks of a batch. Rows with equal bounds share their blocks; otherwise each row has blocks of its own.
 
     bounds: int32 [B or 1, T, 2], the first key each query sees, and the key after the last. If the host cannot
@@ -134,7 +134,7 @@ def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
         n = max(1, MOST_SCORES // (heads * S))
         for first in range(0, T, n):
             queries = slice(first, min(first + n, T))
-            yield Block(slice(None), queries, slice(0, S), _seen(bounds[:, queries], key))
+            yield QueryBlock(slice(None), queries, slice(0, S), _seen(bounds[:, queries], key))
         return
     rows = rows_alike(bounds)
     for each in rows:
@@ -147,7 +147,7 @@ def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
             if start < stop:
                 all_see_all = start == last_start and end == stop
                 seen = None if all_see_all else _seen(here, key[start:stop])
-                yield Block(each, slice(first, min(first + n, T)), slice(start, stop), seen)
+                yield QueryBlock(each, slice(first, min(first + n, T)), slice(start, stop), seen)
 
 
 def _seen(bounds: Tensor, key: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _seen(bounds: Tensor, key: Tensor) -> Tensor:
     return (key >= bounds[..., :1]) & (key < bounds[..., 1:])
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, wide: torch.dtype, scale: float, softcap: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: QueryBlock, wide: torch.dtype, scale: float, softcap: float | None) -> Tensor:
     """The scores of a block, -inf for keys that a query does not see: [B, kv_heads, groups, n, keys]."""
     scores = (q[block.rows, :, :, block.queries].to(wide) * scale) @ k[block.rows, :, :, block.keys].to(wide).mT
     if softcap is not None:
@@ -190,7 +190,7 @@ def _dropped(weights: Tensor, keep: Tensor | None, drop: Drop | None) -> Tensor:
     return (weights if keep is None else weights.masked_fill_(~keep, 0)).mul_(drop.scale)
 
 
-def _keep_mask(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
+def _keep_mask(drop: Drop | None, block: QueryBlock, q: Tensor) -> Tensor | None:
     """Which weights of a block dropout keeps: bool [B, kv_heads, groups, n, keys].
 
     None without dropout, and if dropout drops all weights: then `drop.scale` is 0.

@@ -18,12 +18,12 @@ from ..dispatch.backend import is_shape_alone, on_cpu, use_triton
 from ..dispatch.token_order import Runs, as_laid, as_read
 from . import blocks, stretches
 from .drop import Drop
-from .options import Operands, Options, Scores, VisibleInCall, drop_for
+from .options import AttentionOptions, Operands, Scores, VisibleInCall, drop_for
 from .ranges import Ranges
 from .visible import Visible
 
 
-class Passes(Protocol):
+class AttentionPasses(Protocol):
     """The forward and backward pass, implemented by the modules `blocks` (see its docstrings) and `launch`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ def is_fused(query: Tensor, *, plain_scores: bool) -> bool:
     return plain_scores and on_cpu(query) and not use_triton(query)
 
 
-def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
+def is_stub(query: Tensor, operands: Operands, options: AttentionOptions) -> bool:
     """Whether the call allocates results without computing. True on meta tensors, with a single exception.
 
     Inside `meta_as_cpu`, a call without documents, order, dropout and softcap runs torch's fused attention, and so
@@ -47,7 +47,7 @@ def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
     return not (is_plain and is_fused(query, plain_scores=options.scores.softcap is None))
 
 
-def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
+def compute(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Tensor, Ranges | None]:
     """Attention of one call -> the output like query, the logsumexp [B, heads, T], and ranges for `compute_backward`.
 
     The logsumexp and the ranges have the queries in the sequence's order, also where memory has another order. The
@@ -67,7 +67,7 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
 
 
 def compute_backward(
-    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, ranges: Ranges | None, options: Options
+    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, ranges: Ranges | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks. ranges: from `compute`; None: computed here, if needed."""
     query, key, value, _, _, sinks = operands
@@ -133,7 +133,7 @@ def are_finite(*tensors: Tensor) -> bool:
     return all(math.isfinite(each.sum(dtype=torch.promote_types(each.dtype, torch.float32))) for each in tensors)
 
 
-def select_passes(query: Tensor) -> Passes:
+def select_passes(query: Tensor) -> AttentionPasses:
     """`launch` where Triton runs, otherwise `blocks`. Neither is torch's fused attention: see `is_fused`."""
     if use_triton(query):
         from . import launch  # imports triton, which a CPU installation may not have

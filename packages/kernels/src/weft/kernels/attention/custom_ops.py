@@ -14,23 +14,23 @@ from torch import Tensor, library
 
 from ..random.part import Part
 from .compute import compute, compute_backward
-from .options import Operands, Options
+from .options import AttentionOptions, Operands
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? dropout_key, Tensor? sinks"
-# The fields of `Options` in order; `order`, `queries` and `part` flattened to lists of numbers.
+# The fields of `AttentionOptions` in order; `order`, `queries` and `part` flattened to lists of numbers.
 OPTIONS = (
     "int head_dim, bool causal, float? scale, SymInt? window, float? softcap, float dropout, int number, str? name, "
     "SymInt? first, SymInt[]? order, SymInt[]? queries, SymInt[]? part"
 )
 
 
-def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def forward(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The output like query, and the logsumexp [B, heads, T]."""
     return _forward(*operands, *_flat(options))  # type: ignore[no-any-return]
 
 
 def backward(
-    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, options: Options
+    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks."""
     dquery, dkey, dvalue, dsinks = _backward(grad, output, lse, *operands, *_flat(options))
@@ -71,14 +71,14 @@ def _(grad: Tensor, output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tenso
     return dquery, dkey, dvalue, lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _flat(options: Options) -> tuple[Any, ...]:
+def _flat(options: AttentionOptions) -> tuple[Any, ...]:
     """The options as arguments of a custom op."""
     *fields, order, queries, part = options._replace(number=options.number - 2**64 * (options.number >= 2**63))
     runs = (None if each is None else [place for run in each for place in run] for each in (order, queries))
     return *fields, *runs, None if part is None else [part.offset, *part.sizes, *part.strides]
 
 
-def _parsed(arguments: Sequence[Any]) -> tuple[Operands, Options]:
+def _parsed(arguments: Sequence[Any]) -> tuple[Operands, AttentionOptions]:
     """The operands and options of a custom op's arguments: the reverse of `_flat`."""
     operands: Any = tuple(arguments[:6])
     *fields, order, queries, part = arguments[6:]
@@ -88,5 +88,5 @@ def _parsed(arguments: Sequence[Any]) -> tuple[Operands, Options]:
     if part is not None:
         dims = len(part) // 2
         part = Part(part[0], tuple(part[1 : 1 + dims]), tuple(part[1 + dims :]))
-    options = Options._make((*fields, order, queries, part))
+    options = AttentionOptions._make((*fields, order, queries, part))
     return operands, options._replace(number=options.number % 2**64)

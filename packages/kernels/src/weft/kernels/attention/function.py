@@ -11,7 +11,7 @@ from ..dispatch.backend import has_data, is_compiling
 from ..dispatch.op import Tensors
 from . import custom_ops
 from .compute import compute, compute_backward
-from .options import Options
+from .options import AttentionOptions
 from .ranges import Ranges
 
 
@@ -28,11 +28,11 @@ def forward(
 
     Grouped queries: heads is a multiple of kv_heads, and query head h reads key head h // (heads // kv_heads).
     documents: of each key, ids [..., S] or bounds [..., S, 2]. dropout_key: 64 bits. sinks: [heads].
-    given: fields of `Options`.
+    given: fields of `AttentionOptions`.
     Saves the operands, the output, a logsumexp for each row and head, and the ranges: two numbers for each query and
     for each key.
     """
-    options, operands = Options(**given), (query, key, value, documents, dropout_key, sinks)
+    options, operands = AttentionOptions(**given), (query, key, value, documents, dropout_key, sinks)
     if is_traced(query):
         output, lse = custom_ops.forward(operands, options)
         ranges = None
@@ -46,7 +46,7 @@ def forward(
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any) -> Tensors:
     """The gradients of query, key, value and sinks; None for the other operands. grad: of the output."""
-    options = Options(**given)
+    options = AttentionOptions(**given)
     operands: Any = saved[:6]
     output, lse, keys, queries = saved[6:]
     assert output is not None and lse is not None, "forward saves them"

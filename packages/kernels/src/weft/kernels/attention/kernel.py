@@ -248,15 +248,17 @@ def backward_keys_block(
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv after another block of a head's queries, from query first_row on. Scores are [keys, queries]."""
+    """dk and dv after another block of a head's queries, from query first_row on. Scores are [keys, queries].
+
+    The order keeps registers free: dv's product comes before the product of grad, and delta is loaded last.
+    """
     rows = first_row + tl.arange(0, BLOCK_T)
     to_block, in_range = tl.cast(first_row, tl.int64), rows < stop
     to_rows = tl.cast(head, tl.int64) * T + rows
     if MASKED:
         lse = tl.load(lse_ptr + to_rows, mask=in_range, other=0.0) * LOG2E
-        delta = tl.load(delta_ptr + to_rows, mask=in_range, other=0.0)
     else:
-        lse, delta = tl.load(lse_ptr + to_rows) * LOG2E, tl.load(delta_ptr + to_rows)
+        lse = tl.load(lse_ptr + to_rows) * LOG2E
     q_ptr = query_ptr + to_block * stride_qt + head * HEAD_DIM
     q = load(q_ptr, query_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     score, slope = capped(tl.dot(k, q.T, input_precision=PRECISION), scale, softcap)
@@ -266,15 +268,20 @@ def backward_keys_block(
         weight = tl.where(seen, weight, 0.0)
     g_ptr = grad_ptr + to_block * stride_gt + head * HEAD_DIM
     grad = load(g_ptr, grad_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
-    dweight = tl.dot(v, grad.T, input_precision=PRECISION)
     dropped_weight = weight
     if drop is not None:
         keep = keep_mask(
             drop, query_places_ptr, key_places_ptr, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S
         ).T
         dropped_weight = tl.where(keep, weight, 0.0)
-        dweight = tl.where(keep, dweight * drop_scale, 0.0)
     dv = tl.dot(dropped_weight.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dweight = tl.dot(v, grad.T, input_precision=PRECISION)
+    if drop is not None:
+        dweight = tl.where(keep, dweight * drop_scale, 0.0)
+    if MASKED:
+        delta = tl.load(delta_ptr + to_rows, mask=in_range, other=0.0)
+    else:
+        delta = tl.load(delta_ptr + to_rows)
     dscore = weight * (dweight - delta[None, :])
     if softcap is not None:
         dscore *= slope

@@ -20,7 +20,7 @@ Kernel = Literal["forward", "backward_queries", "backward_keys"]
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class AttentionLaunch:
     """How a kernel is compiled and launched."""
 
     block_t: int  # queries of a block
@@ -29,7 +29,7 @@ class Launch:
     stages: int  # of a program's loops, pipelined
 
 
-INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
+INTERPRETED = AttentionLaunch(block_t=16, block_s=16, warps=1, stages=1)
 # Chips whose tensor cores read factors from shared memory. Other chips read factors from registers, which leaves fewer
 # of a thread's 255 for tiles and addresses. AMD's threads have 512 if a program has four warps of 64 threads. The
 # numbers are registers of a thread for tiles and addresses; MASKED: with a softcap or dropout.
@@ -46,18 +46,20 @@ THREADS = 256  # of a program
 # By chip, kernel and block_d. The fastest of 8 to 17 launches of each kernel on an H200 (Triton 3.6), for 16-bit
 # numbers without a softcap or dropout: 2 rows of 8,192 tokens in documents of 500. On causal rows these launches are
 # within 10 % of the fastest.
-MEASURED: dict[tuple[str, Kernel, int], Launch] = {
-    ("sm_90", "forward", 64): Launch(64, 64, warps=4, stages=3),
-    ("sm_90", "backward_queries", 64): Launch(64, 32, warps=4, stages=3),
-    ("sm_90", "backward_keys", 64): Launch(32, 64, warps=4, stages=3),
-    ("sm_90", "forward", 128): Launch(64, 64, warps=4, stages=3),
-    ("sm_90", "backward_queries", 128): Launch(64, 32, warps=4, stages=3),
-    ("sm_90", "backward_keys", 128): Launch(32, 64, warps=4, stages=3),
+MEASURED: dict[tuple[str, Kernel, int], AttentionLaunch] = {
+    ("sm_90", "forward", 64): AttentionLaunch(64, 64, warps=4, stages=3),
+    ("sm_90", "backward_queries", 64): AttentionLaunch(64, 32, warps=4, stages=3),
+    ("sm_90", "backward_keys", 64): AttentionLaunch(32, 64, warps=4, stages=3),
+    ("sm_90", "forward", 128): AttentionLaunch(64, 64, warps=4, stages=3),
+    ("sm_90", "backward_queries", 128): AttentionLaunch(64, 32, warps=4, stages=3),
 }
-# For kernels whose blocks by `launch_of`'s rule spill registers (16 bytes with Triton 3.6). These do not spill, run as
-# many programs at once, and compute twice the flop a loaded byte.
-COMPILED: dict[tuple[str, Kernel, int], Launch] = {
-    ("sm_80", "backward_keys", 64): Launch(32, 128, warps=8, stages=2),
+# For kernels that spill registers with the blocks by `launch_of`'s rule (sm_80), or with the measured stages
+# (sm_90: 3 stages spill 16 bytes with Triton 3.7). These do not spill. Neither do blocks of 128 keys on sm_90, which
+# compute 1.11 times the products on documents of 500 tokens.
+COMPILED: dict[tuple[str, Kernel, int], AttentionLaunch] = {
+    ("sm_80", "backward_keys", 64): AttentionLaunch(32, 128, warps=8, stages=2),
+    ("sm_90", "backward_keys", 128): AttentionLaunch(32, 64, warps=4, stages=2),
+    ("gfx942", "backward_keys", 64): AttentionLaunch(32, 128, warps=4, stages=1),
 }
 # Blocks [rows, cols], the largest first. A program keeps the rows (queries; keys in `backward_keys`), and loads the
 # columns.
@@ -66,7 +68,9 @@ BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
 
 @lru_cache(maxsize=1024)
-def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
+def launch_of(
+    kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True
+) -> AttentionLaunch:
     """The launch in the tables above, or else the largest blocks that fit registers and shared memory.
 
     dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
@@ -97,7 +101,7 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
         if fits and stages >= min(2, most_stages):
             break
     t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
-    return Launch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))
+    return AttentionLaunch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))
 
 
 def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool, is_aligned: bool) -> int:
@@ -125,7 +129,7 @@ def forward(
     head_dim: int,
     scale: float,
     softcap: float | None = None,
-    launch: Launch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output, like query, and the logsumexp of each row's scores and its sink: float32 [B, heads, T].
 
@@ -172,7 +176,7 @@ def backward(
     scale: float,
     softcap: float | None = None,
     grad_logsumexp: Tensor | None = None,
-    launches: tuple[Launch, Launch] | None = None,
+    launches: tuple[AttentionLaunch, AttentionLaunch] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks, each contiguous and of its tensor's dtype.
 

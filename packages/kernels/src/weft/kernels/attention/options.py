@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import has_data, is_recorded
+from ..dispatch.backend import can_read, has_data, is_recorded
 from ..dispatch.token_order import Runs, as_read
 from ..dropout.function import number_of
 from ..random.part import Part
 from . import stretches
 from .drop import Drop, drop_of
-from .ranges import Ranges, document_bounds, explicit_ranges, keys_seen, ranges_from_keys, ranges_of
+from .ranges import Ranges, check_bounds, document_bounds, explicit_ranges, keys_seen, ranges_from_keys, ranges_of
 
 # Query, key, value, documents, dropout key and sinks.
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -28,7 +28,7 @@ class Scores(NamedTuple):
     softcap: float | None = None  # a score x becomes softcap * tanh(x / softcap)
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The options of one call of attention on local tensors. From `first` on, a rank's part of the call."""
 
     head_dim: int
@@ -63,7 +63,7 @@ class VisibleInCall:
     ranges: the ranges, where the caller already has them.
     """
 
-    def __init__(self, operands: Operands, options: Options, ranges: Ranges | None = None) -> None:
+    def __init__(self, operands: Operands, options: AttentionOptions, ranges: Ranges | None = None) -> None:
         self._operands, self._options, self.known_ranges = operands, options, ranges
 
     @property
@@ -76,7 +76,7 @@ class VisibleInCall:
         return fused_calls_for(self._operands, self._options)
 
 
-def ranges_for(operands: Operands, options: Options) -> Ranges:
+def ranges_for(operands: Operands, options: AttentionOptions) -> Ranges:
     """The ranges of a call, for queries in the sequence's order. Cached for calls without documents."""
     query, key, _, documents, *_ = operands
     T, S, causal, window, device = query.shape[-2], key.shape[-2], options.causal, options.window, query.device
@@ -89,7 +89,7 @@ def ranges_for(operands: Operands, options: Options) -> Ranges:
     return _in_order(options.runs, S, causal, window, bounds, device)
 
 
-def fused_calls_for(operands: Operands, options: Options) -> stretches.FusedCalls:
+def fused_calls_for(operands: Operands, options: AttentionOptions) -> stretches.FusedCalls:
     """The calls of torch's fused attention which together compute the op on a CPU. Cached by the arguments' values.
 
     All layers of a model have the same documents: the first layer's forward fills the cache for all layers.
@@ -103,7 +103,7 @@ def fused_calls_for(operands: Operands, options: Options) -> stretches.FusedCall
     )  # fmt: skip
 
 
-def drop_for(operands: Operands, options: Options) -> Drop | None:
+def drop_for(operands: Operands, options: AttentionOptions) -> Drop | None:
     """Dropout of a call's weights, for queries in the sequence's order; None without dropout."""
     if not options.dropout:
         return None
@@ -127,7 +127,11 @@ def _bounds(documents: Tensor | None, dims: int, order: Runs | None) -> Tensor |
         return None
     if order is not None:
         documents = as_read(documents, order, dims - 2)
-    return documents if documents.ndim == dims else document_bounds(documents)
+    if documents.ndim != dims:
+        return document_bounds(documents)
+    if documents.numel() and can_read(documents):
+        check_bounds(documents)
+    return documents
 
 
 @lru_cache(maxsize=16)

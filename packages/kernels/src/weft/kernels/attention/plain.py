@@ -87,7 +87,7 @@ class CallClass(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement(TableRow):
+class AttentionMeasurement(TableRow):
     """One row of the table: the measured times of forward and backward for a class of calls."""
 
     of: CallClass  # the timed calls
@@ -96,7 +96,7 @@ class Measurement(TableRow):
     where: str  # the device, and the versions of torch and triton
 
 
-def faster_calls(measured: Mapping[CallClass, Measurement]) -> dict[Heads, tuple[int, ...]]:
+def faster_calls(measured: Mapping[CallClass, AttentionMeasurement]) -> dict[Heads, tuple[int, ...]]:
     """The classes whose Weft kernels were faster than torch: `CallClass.tokens`, by chip, dtype and head_dim."""
     found: dict[Heads, tuple[int, ...]] = {}
     for of, row in sorted(measured.items()):
@@ -105,7 +105,7 @@ def faster_calls(measured: Mapping[CallClass, Measurement]) -> dict[Heads, tuple
     return found
 
 
-FASTER = faster_calls(Measurement.read(TABLE))
+FASTER = faster_calls(AttentionMeasurement.read(TABLE))
 
 
 def is_kernel_faster(device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int) -> bool:

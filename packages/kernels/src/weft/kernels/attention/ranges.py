@@ -4,7 +4,7 @@ A document is a contiguous stretch of a row. So under causality, windows, docume
 selection of queries and keys, query i sees exactly the keys starts[i] <= j < stops[i], and neither number decreases
 with i. The queries which see key j are then an interval too. Attention computes from these intervals alone.
 
-All functions are torch ops on the tensors' device. None waits for a device: `_check_documents` reads CPU tensors only.
+All functions are torch ops on the tensors' device. None waits for a device: checks read CPU tensors only.
 """
 
 from __future__ import annotations
@@ -114,6 +114,24 @@ def _make_ranges(
 def _cached(T: int, S: int, first: int, causal: bool, window: int | None, device: torch.device) -> Ranges:
     with torch.inference_mode(False):  # an inference tensor could not be saved for a later call's backward
         return _make_ranges(T, S, first, causal, window, None, device)
+
+
+def check_bounds(bounds: Tensor) -> None:
+    """Raise ValueError for bounds that no `document_bounds` makes.
+
+    bounds: [..., S, 2] on a CPU, of keys in reading order. Each token lies within its bounds, and neither bound
+    decreases from token to token. A bound may pass S, since a call with a cache reads the first S tokens.
+    """
+    place = torch.arange(bounds.shape[-2], device=bounds.device)
+    starts, stops = bounds.unbind(-1)
+    bad = (starts < 0) | (starts > place) | (stops <= place)
+    bad[..., 1:] |= (starts[..., 1:] < starts[..., :-1]) | (stops[..., 1:] < stops[..., :-1])
+    if bad.any():
+        *rows, token = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"documents: the bounds of token {token} of row {rows[-1] if rows else 0} are "
+            f"{bounds[*rows, token].tolist()}, which no stretch of tokens has; make bounds with document_bounds(ids)"
+        )
 
 
 def _check_documents(documents: Tensor) -> None:

@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
     last_end: int  # the key after the last key the last query sees
 
 
-class Piece(NamedTuple):
+class FusedCall(NamedTuple):
     """One call of torch's fused attention: neighbouring queries and neighbouring keys."""
 
     queries: slice
@@ -52,8 +52,8 @@ class Piece(NamedTuple):
     merges: bool = False  # whether the piece before has the same queries and earlier keys: the outputs are merged
 
 
-Rows = list[tuple[slice, list[Piece]]]  # for each slice of the batch's rows: the pieces which compute these rows
-FusedCalls = Piece | Rows  # a single piece computes all queries and all keys of all rows
+Rows = list[tuple[slice, list[FusedCall]]]  # for each slice of the batch's rows: the pieces which compute these rows
+FusedCalls = FusedCall | Rows  # a single piece computes all queries and all keys of all rows
 
 
 def forward(
@@ -72,7 +72,7 @@ def forward(
     sinks: [heads], a further logit of every row, without a value; the logsumexp includes the sink.
     """
     q, k, v = heads_of(query, head_dim), heads_of(key, head_dim), heads_of(value, head_dim)
-    if isinstance(calls, Piece):
+    if isinstance(calls, FusedCall):
         output, lse = fused(q, k, v, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
     else:
         output, lse = _attend_in_pieces(q, k, v, calls, scale)
@@ -96,7 +96,7 @@ def backward(
     """The gradients of query, key and value, from `forward`'s operands and results. grad: of the output."""
     g, q, k = heads_of(grad, head_dim), heads_of(query, head_dim), heads_of(key, head_dim)
     v, out = heads_of(value, head_dim), heads_of(output, head_dim)
-    if isinstance(calls, Piece):
+    if isinstance(calls, FusedCall):
         dq, dk, dv = fused_backward(g, q, k, v, out, lse, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
         dkey, dvalue = dk.transpose(1, 2).reshape(key.shape), dv.transpose(1, 2).reshape(value.shape)
         return dq.transpose(1, 2).reshape(query.shape), dkey, dvalue
@@ -131,14 +131,14 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, calls: Rows, scale: float
     return output, lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: FusedCall, scale: float) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of a piece's queries over the piece's keys."""
     q, k, v = q[rows, :, piece.queries], k[rows, :, piece.keys], v[rows, :, piece.keys]
     return fused(q, k, v, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
 
 
 def _attend_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, piece: Piece, scale: float
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, piece: FusedCall, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a piece's queries, keys and values. out, lse: over all keys of the queries."""
     g, q, out, lse = (x[rows, :, piece.queries] for x in (g, q, out, lse))
@@ -179,16 +179,16 @@ def fused_calls_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: tor
     """
     everything = slice(0, T), slice(0, S)
     if seen is None:
-        return Piece(*everything, causal=causal and T == S)
+        return FusedCall(*everything, causal=causal and T == S)
     rows = rows_alike(seen)
     if T * S <= SMALL and bool((seen[..., 0] < seen[..., 1]).all()):
-        return Piece(*everything, mask=_mask(seen, S, dtype))
+        return FusedCall(*everything, mask=_mask(seen, S, dtype))
     return [(each, list(pieces_of(seen[each][0], dtype))) for each in rows]
 
 
 def has_masks(calls: FusedCalls) -> bool:
     """Whether a call has a mask. The call multiplies hidden values by 0, and 0 * NaN is NaN."""
-    pieces = [calls] if isinstance(calls, Piece) else [piece for _, of_rows in calls for piece in of_rows]
+    pieces = [calls] if isinstance(calls, FusedCall) else [piece for _, of_rows in calls for piece in of_rows]
     return any(piece.mask is not None for piece in pieces)
 
 
@@ -206,7 +206,7 @@ def _mask(seen: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(unseen.shape, dtype=dtype, device=seen.device).masked_fill_(unseen, -torch.inf).unsqueeze(1)
 
 
-def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
+def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[FusedCall]:
     """The calls of torch's fused attention for a row, in the order of the queries.
 
     keys: [T, 2], the first key each query sees, and the key after the last. Queries without keys are in no piece.
@@ -216,12 +216,12 @@ def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
         first, stop, kind, start, end, _ = group[0]
         if len(group) > 1:
             stop, end = group[-1].stop, group[-1].last_end
-            yield Piece(
+            yield FusedCall(
                 slice(first, stop), slice(start, end), mask=_mask(keys[None, first:stop] - start, end - start, dtype)
             )
         elif kind == SAME_KEYS or stop - first == 1:
             if start < end:
-                yield Piece(slice(first, stop), slice(start, end))
+                yield FusedCall(slice(first, stop), slice(start, end))
         elif kind == ONE_MORE_KEY:
             yield from _triangle(first, stop, start, end)
         elif start < end:
@@ -271,17 +271,17 @@ def _groups_for_masks(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
     yield group
 
 
-def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[Piece]:
+def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[FusedCall]:
     """The pieces of a ONE_MORE_KEY stretch: query `first` sees the keys `start` to `end`, each next a key more."""
     if start == end:  # the first query sees nothing
         first, end = first + 1, end + 1
     queries, own = slice(first, stop), slice(end - 1, end - 1 + stop - first)
     if start < end - 1:
-        yield Piece(queries, slice(start, end - 1))
-    yield Piece(queries, own, causal=True, merges=start < end - 1)
+        yield FusedCall(queries, slice(start, end - 1))
+    yield FusedCall(queries, own, causal=True, merges=start < end - 1)
 
 
-def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> Iterator[Piece]:
+def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> Iterator[FusedCall]:
     """The pieces of a NEXT_WINDOW stretch: query `first` sees the keys `start` to `end`, a window which moves on."""
     window = end - start
     block = min(stop - first, max(LEAST_BLOCK, min(window // 8, MOST_BLOCK)))
@@ -290,10 +290,10 @@ def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> It
     for query in range(first, stop, block):
         n, key = min(block, stop - query), start + query - first
         width = n + window - 1
-        yield Piece(slice(query, query + n), slice(key, key + width), mask=mask[:n, :width])
+        yield FusedCall(slice(query, query + n), slice(key, key + width), mask=mask[:n, :width])
 
 
-def _share_tokens(pieces: list[Piece]) -> bool:
+def _share_tokens(pieces: list[FusedCall]) -> bool:
     """Whether two pieces of a row have a query or a key in common. If they do, gradients must be added."""
     stop = 0
     for piece in pieces:

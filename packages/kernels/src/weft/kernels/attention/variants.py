@@ -7,7 +7,7 @@ from typing import Any
 
 from ..launching.aot import TARGETS, Variant
 from . import kernel
-from .launch import Kernel, Launch, launch_of, padded
+from .launch import AttentionLaunch, Kernel, launch_of, padded
 
 # How many products of tiles a kernel computes for two tiles loaded.
 PRODUCTS: dict[Kernel, int] = {"forward": 2, "backward_queries": 3, "backward_keys": 4}
@@ -21,7 +21,7 @@ def _variant(
     head_dim: int,
     *features: str,
     precision: str = "ieee",
-    launch: Launch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> Variant:
     """The variant of one kernel.
 

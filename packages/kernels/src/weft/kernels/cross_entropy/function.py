@@ -13,7 +13,7 @@ from ..dispatch.backend import is_recorded, on_cpu, use_triton
 from ..dispatch.op import Tensors
 from . import reference
 from .guess import FirstBackward, guess
-from .merged import Merged, Shard, Upstream, find_correct, weigh_targets
+from .merged import LossShard, Merged, Upstream, find_correct, weigh_targets
 from .options import Options, check, check_contiguous
 
 # Starts the all-gather of this shard's statistics [N, columns] over the vocabulary's shards. Returns a function to wait
@@ -56,7 +56,7 @@ def forward(
         vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
     none_ignored = check(logits, target, weight, denominator, options, vocab_start, vocab_size)
     check_contiguous(logits, options)
-    shard, passes = Shard(vocab_start, vocab_size, options, none_ignored), select_passes(logits)
+    shard, passes = LossShard(vocab_start, vocab_size, options, none_ignored), select_passes(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
         denominator = mean_denominator(weight, target, options, wide, all_reduce, none_ignored)
@@ -126,7 +126,7 @@ def backward(
     weight, denominator = unify_denominators(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
-    shard = Shard(vocab_start, vocab_size, options)
+    shard = LossShard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if options.return_lse else None, denominator)
     arguments = (logits, target, weight, gathered, upstream, shard)
     is_first = first_backward is not None and not first_backward.is_over
@@ -163,9 +163,9 @@ def mean_denominator(
     """Compute the denominator of "mean": the sum of the weights of all tokens not ignored, over all ranks.
 
     In the loss, the weight of a token is the class weight of its target, or 1 without class weights. In the z-loss and
-    the accuracy, every token has the weight 1. If both kinds of weights are used (`Options.has_two_weights`), returns
-    two numbers [2]: the sum of the class weights, and the number of tokens not ignored. Otherwise returns a scalar.
-    none_ignored: whether the host knows that no token is ignored; see `Shard`.
+    the accuracy, every token has the weight 1. If both kinds of weights are used (`Options.has_two_weights`),
+    returns two numbers [2]: the sum of the class weights, and the number of tokens not ignored; otherwise a scalar.
+    none_ignored: whether the host knows that no token is ignored; see `LossShard`.
     """
     if weight is None and none_ignored:
         total = torch.full((), target.numel(), dtype=dtype, device=target.device)
@@ -195,7 +195,7 @@ def _empty_gradient(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-class Passes(Protocol):
+class LossPasses(Protocol):
     """The passes over the logits, as functions of a module: `reference` in plain torch, `launch` with Triton kernels.
 
     `reference` documents the first three, `merged` documents `losses`. All rows N are rows of the flattened logits.
@@ -214,7 +214,7 @@ class Passes(Protocol):
     losses: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def select_passes(logits: Tensor) -> Passes:
+def select_passes(logits: Tensor) -> LossPasses:
     """Return the passes for the logits' device: Triton kernels or plain torch."""
     if use_triton(logits):
         from . import launch  # imports triton, which a CPU installation may not have

@@ -172,7 +172,7 @@ def _row_factors(
     vocab_size, ignore_index, label_smoothing, z_loss,
     wide: tl.constexpr,
 ):  # fmt: skip
-    """softmax_scale, target_grad and smoothing of a row, as defined in `merged.Rows`. All are 0 for an ignored row.
+    """softmax_scale, target_grad and smoothing of a row, as in `merged.RowFactors`. All are 0 for an ignored row.
 
     grad: the upstream gradient of the row's loss, divided by the denominator. grad_lse: the upstream gradient of the
         lse.
@@ -264,7 +264,7 @@ def gradient(
     vocab_start, vocab_size, ignore_index, scale, cap, label_smoothing, z_loss,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each row's logits: softmax_scale * softmax, with target_grad at the target. See `merged.Rows`.
+    """The gradient of each row's logits: softmax_scale * softmax, target_grad at the target. See `merged.RowFactors`.
 
     Label smoothing subtracts smoothing * weight for each class. The result is multiplied by the derivative of scale
     and cap.

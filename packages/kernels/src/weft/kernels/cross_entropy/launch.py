@@ -12,12 +12,12 @@ from torch import Tensor
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
 from . import guess, kernel
-from .merged import Merged, Shard, Upstream
+from .merged import LossShard, Merged, Upstream
 from .options import Options
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LossLaunch:
     """The block size and warps of a kernel launch. Chosen by `config`."""
 
     block_v: int  # classes processed at a time
@@ -44,14 +44,14 @@ WARPS_AT_WORK, WARPS_AT_WORK_FUSED = 48, 16
 ROWS = 128  # per program of `losses`: one warp, which reads 12 bytes for each row and shard
 
 
-def config(V: int, itemsize: int) -> Launch:
+def config(V: int, itemsize: int) -> LossLaunch:
     """The launch for rows of V classes of `itemsize` bytes. A short row is one block, with as many warps as it
     fills.
     """
     thread_classes = BYTES_PER_THREAD // itemsize
     row = 1 << (max(V, thread_classes) - 1).bit_length()  # V rounded up to a power of two
     block_v = min(row, MOST_WARPS[itemsize] * 32 * thread_classes)
-    return Launch(block_v, warps=max(1, block_v // (32 * thread_classes)))
+    return LossLaunch(block_v, warps=max(1, block_v // (32 * thread_classes)))
 
 
 def as_batches(logits: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def as_batches(logits: Tensor) -> Tensor:
     return logits.reshape(1, math.prod(leading), V)
 
 
-def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard) -> Tensor:
     """See `reference.statistics`."""
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
@@ -84,7 +84,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     return _join(out, rivals)
 
 
-def _allocate_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _allocate_statistics(N: int, shard: LossShard, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Memory for the statistics, and for the rivals [N, 1] if requested: apart, because only `correct` reads them."""
     has_rivals = shard.options.return_token_accuracy
     widths = (shard.options.columns - has_rivals, 1)
@@ -96,12 +96,12 @@ def _join(statistics: Tensor, rivals: Tensor | None) -> Tensor:
     return statistics if rivals is None else torch.cat((statistics, rivals), 1)
 
 
-def _without_rivals(statistics: Tensor, shard: Shard) -> Tensor:
+def _without_rivals(statistics: Tensor, shard: LossShard) -> Tensor:
     return statistics[..., : shard.options.columns - shard.options.return_token_accuracy].contiguous()
 
 
 def losses(
-    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
+    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: Merged | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """See `merged.losses`. The kernel merges the shards' statistics itself."""
     R, N, _ = statistics.shape
@@ -125,7 +125,7 @@ def gradient(
     weight: Tensor | None,
     statistics: Tensor,
     upstream: Upstream,
-    shard: Shard,
+    shard: LossShard,
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
@@ -156,7 +156,7 @@ def _gradient_unless_guessed(
     weight: Tensor | None,
     statistics: Tensor,
     upstream: Upstream,
-    shard: Shard,
+    shard: LossShard,
     out: Tensor,
     guessed: Tensor,
 ) -> Tensor:
@@ -179,7 +179,7 @@ def _gradient_unless_guessed(
 
 
 def statistics_and_gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
+    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
     """See `reference.statistics_and_gradient`. A single kernel does both, and reads rows the second time from the L2.
 
@@ -224,7 +224,7 @@ def _stages(options: Options) -> int:
     return 1 if needs_registers else FUSED_STAGES
 
 
-def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
+def _programs(x: Tensor, launch: LossLaunch, fused: bool) -> int:
     """How many programs share the rows of x [..., V]: the same number for each multiprocessor."""
     if not x.is_cuda:
         return 3  # in the interpreter: few, to give a program several rows
@@ -246,7 +246,7 @@ def _rows(grad: Tensor | None, N: int) -> tuple[Tensor | None, int]:
     return grad, grad.stride(0)
 
 
-def _part(weight: Tensor | None, shard: Shard, V: int) -> Tensor | None:
+def _part(weight: Tensor | None, shard: LossShard, V: int) -> Tensor | None:
     return None if weight is None else shard.part(weight, V)
 
 
@@ -254,7 +254,7 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
-def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
+def _weight_sum(weight: Tensor | None, shard: LossShard) -> Tensor | None:
     """The sum of the weights, a scalar in float64; None if label smoothing does not need one."""
     return None if weight is None or not shard.options.label_smoothing else weight.sum(dtype=torch.float64)
 

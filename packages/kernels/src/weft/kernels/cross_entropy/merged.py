@@ -17,7 +17,7 @@ from .options import Options
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class LossShard:
     """A shard's place in the vocabulary, and the options of the loss."""
 
     start: int  # id of the shard's first class
@@ -90,7 +90,7 @@ def replace_infinite(largest: Tensor) -> Tensor:
 
 
 def losses(
-    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, merged: Merged | None = None
+    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: Merged | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss and the logsumexp of each row, both 0 for ignored rows, in the target's shape.
 
@@ -139,7 +139,7 @@ def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dty
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowFactors:
     """The scalars of each row's gradient. Made by `gradient_factors`.
 
     [N] in float64; softmax_scale and smoothing are [1] if equal for all rows.
@@ -153,7 +153,9 @@ class Rows:
     smoothing: Tensor | None  # None without label smoothing
 
 
-def gradient_factors(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
+def gradient_factors(
+    merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard
+) -> RowFactors:
     """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients."""
     options = shard.options
     base, log_sum, log_odds = merged
@@ -194,7 +196,7 @@ def gradient_factors(merged: Merged, classes: Tensor, weight: Tensor | None, ups
         nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
     target_grad = -nll_at_target if target_grad is None else target_grad - nll_at_target
     softmax_scale = nll_scale if lse_scale is None else nll_scale + zero_if_ignored(lse_scale)
-    return Rows(base, log_sum, softmax_scale, zero_if_ignored(target_grad), smoothing)
+    return RowFactors(base, log_sum, softmax_scale, zero_if_ignored(target_grad), smoothing)
 
 
 def find_rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:

@@ -147,8 +147,8 @@ SCHEMA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The shape, dtype and device of a tensor not computed yet: linear cross-entropy checks its logits by a Form."""
+class TensorForm:
+    """The shape, dtype and device of a tensor not computed yet, for linear cross-entropy to check the logits."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -156,7 +156,7 @@ class Form:
 
 
 def check(
-    logits: Tensor | Form,
+    logits: Tensor | TensorForm,
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dispatch.backend import can_read, is_shape_alone
 from . import guess
-from .merged import Merged, Shard, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
+from .merged import LossShard, Merged, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
@@ -31,7 +31,7 @@ SUMS = {
 }
 
 
-def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard) -> Tensor:
     """Each row's statistics on this shard: [N, 3 to 6], float32 (float64 for float64 logits). The columns are
 
     - lse_hi: the logsumexp over the non-target classes; -inf if there are none or all their logits are -inf;
@@ -72,7 +72,9 @@ class Exponentials:
     statistics: Tensor  # [n, 3 to 6]
 
 
-def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, workspace: Tensor) -> Exponentials:
+def _exponentials(
+    x: Tensor, classes: Tensor, weight: Tensor | None, shard: LossShard, workspace: Tensor
+) -> Exponentials:
     """The exponentials of logits x [n, V], computed in the memory of `workspace` [n, V]."""
     V, narrow = x.shape[-1], _narrow(x.dtype)
     local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
@@ -119,7 +121,7 @@ def _all_between(numbers: Tensor, low: float, high: float) -> bool:
     return low < smallest.item() and largest.item() < high  # false for NaN
 
 
-def _neutral_statistics(like: Tensor, shard: Shard) -> Tensor:
+def _neutral_statistics(like: Tensor, shard: LossShard) -> Tensor:
     """The statistics of an ignored row, or of a shard without classes."""
     neutral = like.new_zeros(like.shape[-1])
     neutral[0].fill_(-torch.inf)
@@ -128,7 +130,7 @@ def _neutral_statistics(like: Tensor, shard: Shard) -> Tensor:
     return neutral
 
 
-def _neutralize_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
+def _neutralize_ignored(statistics: Tensor, classes: Tensor, shard: LossShard) -> Tensor:
     """Replace ignored rows by `_neutral_statistics`, and set lse_lo to NaN for targets outside the vocabulary."""
     if shard.none_ignored:
         return statistics
@@ -144,13 +146,13 @@ def gradient(
     weight: Tensor | None,
     statistics: Tensor,
     upstream: Upstream,
-    shard: Shard,
+    shard: LossShard,
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
     """Write the gradient of this shard's logits to `out` and return `out`.
 
-    `merged.Rows` defines each row's gradient of the scaled and capped logits. That gradient times the derivative of
+    `merged.RowFactors` gives each row's gradient of scaled and capped logits. That gradient times the derivative of
     scale and softcap is the result. A row whose softmax_scale, smoothing and target_grad are 0 gets exactly 0.
 
     statistics: of all shards, [shards, N, 3 to 6].
@@ -167,7 +169,7 @@ def gradient(
 
 
 def statistics_and_gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard, out: Tensor
+    logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard, out: Tensor
 ) -> tuple[Tensor, Merged | None]:
     """Return the statistics [N, 3 to 6] of one shard with all classes, and write the gradient to `out`.
 
@@ -195,7 +197,7 @@ def _write(
     weight: Tensor | None,
     merged: Merged,
     upstream: Upstream,
-    shard: Shard,
+    shard: LossShard,
     dx: Tensor,
 ) -> None:
     """Write the gradient of some rows to dx, computed in the memory of their exponentials."""
@@ -231,7 +233,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _scale_and_cap(z: Tensor, shard: Shard) -> Tensor:
+def _scale_and_cap(z: Tensor, shard: LossShard) -> Tensor:
     """Scale and cap the logits z in place."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if scale != 1:
@@ -239,7 +241,7 @@ def _scale_and_cap(z: Tensor, shard: Shard) -> Tensor:
     return z if cap is None else z.div_(cap).tanh_().mul_(cap)
 
 
-def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
+def _slope(x: Tensor, wide: torch.dtype, shard: LossShard) -> Tensor | float | None:
     """The derivative of scale and softcap; None if it is 1."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if cap is None:

@@ -19,7 +19,7 @@ def fresh_memory(tensor: Tensor) -> Tensor:
     Dims of size 1 get the strides of a new tensor, too: products choose code by strides.
     tensor: a plain tensor in an eager op, not in a compiled graph. Differentiable.
     """
-    if not tensor.is_contiguous() or not (tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0):
+    if not tensor.is_contiguous() or (not tensor.is_meta and tensor.data_ptr() % ALIGNMENT):
         return tensor.clone(memory_format=torch.contiguous_format)
     shape = tensor.shape
     if 1 not in shape:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import backend
@@ -23,7 +24,8 @@ ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `RecomputableOutp
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """Recomputes an op's output in backward, and holds the result until each reader has received the output.
+    """Recomputes an op's output in backward, and holds the result until each reader has received the output, at most
+    until this backward pass ends: a pass may lead through few of the readers.
 
     Made by `mark_recomputable` for each call of an op with `Op.recompute`. Keeps no tensor alive except `output`.
     """
@@ -32,7 +34,7 @@ class Recipe:
     options: dict[str, Any]
     readers: int = 0  # how many ops save this recipe in place of the output, and will need the output in backward
     reads_left: int = 0  # how many readers have not received `output` yet
-    output: Tensor | None = None  # the recomputed output, from the first reader's backward to the last reader's
+    output: Tensor | None = None  # the recomputed output, between the first and the last reader of a backward pass
 
     def recompute(self, saved: Tensors) -> Tensor:
         """Return the output to a reader. The call for the first reader computes; the call for the last drops `output`.
@@ -43,9 +45,15 @@ class Recipe:
         output = self.output
         if output is None:
             output, self.reads_left = self.op.recompute(saved, **self.options), self.readers
+            if self.readers > 1 and torch._C._current_graph_task_id() != -1:  # not for weight gradients that wait
+                torch.autograd.Variable._execution_engine.queue_callback(self._drop)
         self.reads_left -= 1
         self.output = output if self.reads_left else None
         return output
+
+    def _drop(self) -> None:
+        """Called at the end of the backward pass of the first reader."""
+        self.output, self.reads_left = None, 0
 
 
 class RecomputableOutput(NamedTuple):

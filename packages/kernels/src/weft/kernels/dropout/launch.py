@@ -13,7 +13,7 @@ from ..random.launch import (
     OUTER_DIMS,
     PART_ARGUMENTS,
     STRIDE_ARGUMENTS,
-    Launch,
+    FillLaunch,
     fitted,
     grid,
     is_shifted,
@@ -25,7 +25,7 @@ from . import kernel
 
 # 16 elements a thread: two 16-byte loads of bf16, and two stores. The kernel compiles without spills for sm_80 to
 # sm_100 and gfx942; its speed is not measured yet.
-LONG_RUN = Launch(rows=1, groups=256, warps=4, lanes=8)
+LONG_RUN = FillLaunch(rows=1, groups=256, warps=4, lanes=8)
 
 
 def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:

@@ -49,12 +49,13 @@ def plain_forward(
     check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
     sums, is_sum = _sums_for(out)
+    is_narrow = is_sum and inner < x.shape[1]  # a row's weight may go to the row's gated activations
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, outputs = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
     gates, ups, gated = (x.new_empty((most, inner)) for _ in range(3))
     matrices = tuple(zip(*(each.mT.unbind() for each in (gate, up, down)), strict=True))
-    of_rows = _cut(blocks, source // weights.shape[1], row_weights, z_gate, z_up)
+    of_rows = _cut(blocks, _tokens(source, weights), row_weights, z_gate, z_up)
     for (expert, count, _), tokens, w, a, b in zip(blocks, *of_rows, strict=True):
         to_gate, to_up, to_output = matrices[expert]
         rows = torch.index_select(x, 0, tokens, out=inputs[:count])
@@ -62,8 +63,12 @@ def plain_forward(
         h = torch.ops.aten.silu.out(a, out=gated[:count])  # while a is in the cache
         b = torch.mm(rows, to_up, out=ups[:count] if b is None else b)
         h.mul_(b)
+        if is_narrow:
+            h.mul_(w)
         y = torch.mm(h, to_output, out=outputs[:count])
-        sums.index_add_(0, tokens, y.mul_(w) if is_sum else y.to(sums.dtype) * w)
+        if not is_narrow:
+            y = y.mul_(w) if is_sum else y.to(sums.dtype) * w
+        sums.index_add_(0, tokens, y)
     if not is_sum:
         out.copy_(sums)
 
@@ -97,13 +102,14 @@ def plain_backward(
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
     sums, is_sum = (None, True) if dx is None else _sums_for(dx)
+    is_narrow = inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, upstream = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
     space = [x.new_empty((most, inner)) for _ in range(4)]
     matrices = tuple(zip(gate.unbind(), up.unbind(), down.unbind(), strict=True))
     gradients = [None if each is None else each.unbind() for each in (dgate, dup, ddown)]
-    of_rows = _cut(blocks, source // weights.shape[1], row_weights, row_dweights, z_gate, z_up)
+    of_rows = _cut(blocks, _tokens(source, weights), row_weights, row_dweights, z_gate, z_up)
     for (expert, count, is_first), tokens, w, dw, a, b in zip(blocks, *of_rows, strict=True):
         assert tokens is not None and w is not None and a is not None and b is not None, "only dw may be left out"
         of_gate, of_up, of_down = matrices[expert]
@@ -113,7 +119,8 @@ def plain_backward(
         torch.mm(dy, of_down, out=dh)
         _write_gated(a, b, dh, w, h, da, db, dw)
         if ddown_e is not None:
-            _add_product(dy.mul_(w).mT, h, ddown_e, is_first)
+            (h if is_narrow else dy).mul_(w)
+            _add_product(dy.mT, h, ddown_e, is_first)
         if dgate_e is not None or dup_e is not None:
             rows = torch.index_select(x, 0, tokens, out=inputs[:count])
             for dz, total in ((da, dgate_e), (db, dup_e)):
@@ -168,6 +175,11 @@ def _zero_gradients_of_empty(ends: list[int], *gradients: Tensor | None) -> None
             for gradient in gradients:
                 if gradient is not None:
                     gradient[expert].zero_()
+
+
+def _tokens(source: Tensor, weights: Tensor) -> Tensor:
+    """The tokens of the sorted rows. int64: `index_add_` takes twice as long by int32."""
+    return source.long() // weights.shape[1]
 
 
 def _row_weights(weights: Tensor, source: Tensor, ends: list[int]) -> Tensor:

@@ -92,10 +92,6 @@ MODULES = (
     "weft.kernels.routing.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# (variant, target) for which the fastest launch spills registers; all further variants must not spill. Attention's
-# gradients of keys, measured on an H200: 5.1 ms, and 6.2 ms for the fastest launch without a spill.
-SPILLING = {("attention.backward_keys/bf16-128", "sm_90")}
-MOST_SPILLED = 80  # bytes which a thread may spill in a variant of SPILLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VariantCost:
     """The cost of a variant compiled for one target. Made by `compile_variant`."""
 
     variant: str
@@ -165,19 +161,19 @@ def extra_variants() -> Iterator[Variant]:
         yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
 
-def compile_all(targets: Iterable[str]) -> list[Report]:
+def compile_all(targets: Iterable[str]) -> list[VariantCost]:
     """The reports of all variants, sorted by variant, then as `targets`. Each target is compiled in its own process."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         reports = [report for target_reports in pool.map(_compile_for, targets) for report in target_reports]
     return sorted(reports, key=lambda report: report.variant)
 
 
-def _compile_for(target: str) -> list[Report]:
+def _compile_for(target: str) -> list[VariantCost]:
     """The reports of all variants for a target. Runs in a process of its own."""
     return [compile_variant(variant, target) for variant in (*variants(), *extra_variants())]
 
 
-def compile_variant(variant: Variant, target: str) -> Report:
+def compile_variant(variant: Variant, target: str) -> VariantCost:
     """The report of a variant compiled for `target`: "sm_90", "sm_100", … or "gfx942", …
 
     Raises ValueError for an unknown kind of target, and for kernels imported under TRITON_INTERPRET, which cannot be
@@ -213,7 +209,7 @@ def compile_variant(variant: Variant, target: str) -> Report:
     usage = _usage_of_cubin(asm["cubin"]) if "cubin" in asm else _usage_of_amdgcn(asm["amdgcn"])
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
     inner = inner_loops(code)
-    return Report(
+    return VariantCost(
         variant.name,
         target,
         *usage,
@@ -283,12 +279,12 @@ def tensor_core(code: str) -> dict[str, int]:
     return dict(sorted(kinds.items()))
 
 
-def as_json(reports: Iterable[Report]) -> str:
+def as_json(reports: Iterable[VariantCost]) -> str:
     """The reports as JSON, one report a line: a changed report is one changed line in a diff."""
     return "[\n" + ",\n".join(json.dumps(asdict(report)) for report in reports) + "\n]\n"
 
 
-def as_table(reports: Iterable[Report]) -> str:
+def as_table(reports: Iterable[VariantCost]) -> str:
     """The reports as a table to read, each variant above its targets.
 
     The occupancy column shows how many programs run at once on a multiprocessor, and their share of the warp slots. The
@@ -315,7 +311,7 @@ def _format_counts(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
 
 
-def save(reports: Iterable[Report], folder: Path) -> None:
+def save(reports: Iterable[VariantCost], folder: Path) -> None:
     """Write the reports to FOLDER/triton-<version>.json."""
     import triton
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cross_entropy.function import Gather, select_passes
-from ..cross_entropy.merged import Shard, Upstream
+from ..cross_entropy.merged import LossShard, Upstream
 from ..dispatch.backend import on_cpu
 
 # The memory limit above inputs and gradients: the logits' gradient of one chunk, the logits of all parts held at
@@ -33,7 +33,7 @@ CAST_BYTES = 1 << 21  # on a CPU: bytes of a block of the weight cast to float32
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LogitFactors:
     """The factors of the logits, and the target."""
 
     x: Tensor  # [N, H]
@@ -155,9 +155,9 @@ class SweptPart:
 
 
 def sweep(
-    product: Product,
+    product: LogitFactors,
     weight: Tensor | None,
-    shard: Shard,
+    shard: LossShard,
     chunks: list[slice],
     tokens: int | None,
     upstream: Upstream | None,

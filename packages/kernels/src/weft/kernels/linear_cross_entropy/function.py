@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..cross_entropy.function import AllReduce, Gather, mean_denominator, outputs_of, select_passes, unify_denominators
-from ..cross_entropy.merged import Shard, Upstream, find_correct
-from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check
+from ..cross_entropy.merged import LossShard, Upstream, find_correct
+from ..cross_entropy.options import LOGITS_DTYPES, Options, TensorForm, check
 from ..dispatch.op import Tensors
-from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
+from .chunks import LogitFactors, chunks_of, longest, part_tokens, parts_of, sweep
 from .gradients import ProductGradients, Wanted, may_be_in_24_bits, scale_gradient
 
 
@@ -60,12 +60,12 @@ def forward(
         vocab_size = vocab_start + V
     dtype = compute_dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    form = Form((*input.shape[:-1], V), dtype, input.device)
+    form = TensorForm((*input.shape[:-1], V), dtype, input.device)
     none_ignored = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     buffers = 1 if gather is None else 2
     chunks, tokens = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, buffers)
-    shard, passes = Shard(vocab_start, vocab_size, options, none_ignored), select_passes(product.x)
+    shard, passes = LossShard(vocab_start, vocab_size, options, none_ignored), select_passes(product.x)
     if options.reduction == "mean" and denominator is None:
         denominator = mean_denominator(weight, product.classes, options, wide, all_reduce, none_ignored)
     saved_weight, saved_denominator = weight, denominator  # saved for backward
@@ -152,7 +152,7 @@ def backward(
         vocab_size = vocab_start + len(linear_weight)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     chunks, tokens = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
-    shard, passes = Shard(vocab_start, vocab_size, options), select_passes(product.x)
+    shard, passes = LossShard(vocab_start, vocab_size, options), select_passes(product.x)
     sums, gradient_buffer = ProductGradients(product, wanted_dtypes, chunks), product.gradient_buffer(chunks)
     logits_buffer = product.logits_buffer(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
     for chunk in chunks:
@@ -199,14 +199,14 @@ def cut_chunks(
 
 def _product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, dtype: torch.dtype
-) -> Product:
-    """The factors cast to the dtype of the GEMMs, and the target, as a `Product`."""
+) -> LogitFactors:
+    """The factors cast to the dtype of the GEMMs, and the target, as a `LogitFactors`."""
     x = input.reshape(target.numel(), input.shape[-1]).to(dtype)  # [N, H]
     bias = None if linear_bias is None else linear_bias.to(dtype)
-    return Product(x, linear_weight.to(dtype), bias, target.reshape(-1))
+    return LogitFactors(x, linear_weight.to(dtype), bias, target.reshape(-1))
 
 
-def cast_form(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
+def cast_form(input: Tensor, compute_dtype: torch.dtype | None) -> TensorForm:
     """Return the form of the input as the GEMMs use it, cast to compute_dtype.
 
     Raises ValueError for a compute_dtype in which there is no loss.
@@ -216,11 +216,11 @@ def cast_form(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
             f"compute_dtype is {compute_dtype}; give one of {', '.join(map(str, LOGITS_DTYPES))}, or None for "
             f"the input's dtype"
         )
-    return Form(tuple(input.shape), compute_dtype or input.dtype, input.device)
+    return TensorForm(tuple(input.shape), compute_dtype or input.dtype, input.device)
 
 
 def check_factors(
-    input: Form,
+    input: TensorForm,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     chunk_tokens: int | None,

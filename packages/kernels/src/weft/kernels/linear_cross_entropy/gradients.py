@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import can_read, is_recorded, on_cpu, use_triton
-from .chunks import Product, whole_tiles
+from .chunks import LogitFactors, whole_tiles
 
 ADDITIONS = 64  # the most products which a `Sum24` adds; a sum of more products is float32
 PRODUCT_BYTES = 1 << 25  # bytes of a block of the product in float32, added while still in the L2
@@ -27,7 +27,7 @@ Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, wei
 
 
 class ProductGradients:
-    """The gradients of a `Product` with respect to x, weight and bias; `add` adds a chunk of rows.
+    """The gradients of a `LogitFactors` with respect to x, weight and bias; `add` adds a chunk of rows.
 
     Made by the op's forward if forward computes the gradients (`function.in_forward`), for an upstream gradient of 1:
     backward multiplies the results by the upstream gradient (`scale_gradient`). Otherwise made by backward.
@@ -38,7 +38,7 @@ class ProductGradients:
     chunk, dweight is the GEMM's result; for up to ADDITIONS chunks in bfloat16, dweight is a `Sum24`.
     """
 
-    def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
+    def __init__(self, product: LogitFactors, wanted: Wanted, chunks: list[slice]) -> None:
         x, weight = product.x, product.weight
         self._product = product
         self._wide = torch.promote_types(x.dtype, torch.float32)

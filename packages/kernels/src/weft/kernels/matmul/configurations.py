@@ -109,7 +109,7 @@ def find_transposed(a: Tensor, b: Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement(TableRow):
+class ProductMeasurement(TableRow):
     """A row of the table: the result of a tuning run for a class of products."""
 
     of: ProductClass  # the timed products
@@ -119,16 +119,18 @@ class Measurement(TableRow):
     where: str  # the device, and the versions of torch and triton
 
 
-MEASURED = Measurement.read(TABLE)
+MEASURED = ProductMeasurement.read(TABLE)
 
 
-def find_measured(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> Configuration | None:
+def find_measured(
+    of: ProductClass, measured: Mapping[ProductClass, ProductMeasurement] = MEASURED
+) -> Configuration | None:
     """The fastest configuration measured for the class; None where the class was not measured."""
     row = measured.get(of)
     return None if row is None else row.configuration
 
 
-def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> bool:
+def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, ProductMeasurement] = MEASURED) -> bool:
     """Whether the kernel computes products of this class, instead of torch's GEMM and the epilogue in torch.
 
     A measured class runs the faster of the two. A class without a measurement runs the kernel only for kinds in

@@ -17,7 +17,7 @@ OUTER_DIMS = 3  # how many dims the kernels unravel, besides the run
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class FillLaunch:
     """The tile of a program, and its warps.
 
     rows: runs of a tile. groups: Philox blocks of each run. lanes: elements of a block, 4 or 8.
@@ -31,15 +31,15 @@ class Launch:
 
 # Uniform: 16 elements a thread, four 16-byte stores of float32. Normal: 8, as float64 needs twice the registers. Both
 # compile without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
-UNIFORM = Launch(rows=1, groups=512, warps=4)
-NORMAL = Launch(rows=1, groups=256, warps=4)
+UNIFORM = FillLaunch(rows=1, groups=512, warps=4)
+NORMAL = FillLaunch(rows=1, groups=256, warps=4)
 
 
-def fitted(most: Launch, length: int, shifted: bool) -> Launch:
+def fitted(most: FillLaunch, length: int, shifted: bool) -> FillLaunch:
     """Return the launch for runs of `length`: as many short runs share a program as fit into the size of `most`."""
     blocks = max(1, -(-(length + (most.lanes - 1) * shifted) // most.lanes))
     groups = min(most.groups, 1 << (blocks - 1).bit_length())  # a power of two
-    return Launch(most.groups // groups, groups, most.warps, most.lanes)
+    return FillLaunch(most.groups // groups, groups, most.warps, most.lanes)
 
 
 def is_shifted(part: Part, lanes: int = 4) -> bool:
@@ -47,7 +47,7 @@ def is_shifted(part: Part, lanes: int = 4) -> bool:
     return part.offset % lanes != 0 or any(stride % lanes for stride in part.strides[:-1])
 
 
-def grid(launch: Launch, rows: int, length: int, shifted: bool) -> tuple[int]:
+def grid(launch: FillLaunch, rows: int, length: int, shifted: bool) -> tuple[int]:
     """The grid, in its first dim only: the second and third hold at most 65535 programs."""
     across = -(-(length + (launch.lanes - 1) * shifted) // (launch.lanes * launch.groups))
     return (-(-rows // launch.rows) * across,)
@@ -73,7 +73,7 @@ def signed(key: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def _fill(function: Any, most: Launch, out: Tensor, part: Part, *arguments: float) -> None:
+def _fill(function: Any, most: FillLaunch, out: Tensor, part: Part, *arguments: float) -> None:
     if out.numel() == 0:
         return
     runs = part.runs()
@@ -103,7 +103,7 @@ def _variants(dtype: str, *, shifted: bool, is_column: bool = False) -> tuple[Va
     name = f"{dtype}-{'column' if is_column else 'shifted' if shifted else 'aligned'}"
     arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if is_column else {})
 
-    def constexprs(most: Launch) -> dict[str, int]:
+    def constexprs(most: FillLaunch) -> dict[str, int]:
         launch = fitted(most, 1, shifted) if is_column else most
         return {"SHIFTED": int(shifted), "ROWS": launch.rows, "GROUPS": launch.groups}
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from ..parallel.lora import lora_of
 from .adapter_config import ADAPTER_CONFIG
 from .adapter_tensors import ADAPTER_FILE, PREFIX, open_adapters, stored_layer_of
 from .companions import GENERATION_FILE, companions_of, read_companions
-from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
+from .huggingface import attempt, is_parallel, raise_on_all, weights_of_model, whole_parameter
 from .shards import sync_folder, write_documents
+from .storage import begin_folder, own_partial_path
 
 
 def save_lora(
@@ -50,8 +50,8 @@ def save_lora(
     stored = {target: stored_layer_of(weights, adapted_parameter(name)) for target, name in adapters.adapters.items()}
     parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    error = attempt(start_folder, folder, temporary) if writer else None
+    temporary = own_partial_path(folder)
+    error = attempt(begin_folder, folder, temporary) if writer else None
     raise_on_all(error, parallel)
     parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for target, stored_layer in stored.items():

@@ -93,7 +93,7 @@ def _partial_folder(target: Path) -> Iterator[None]:
     """
     if partial_path(target).exists():
         os.close(_lock(target))
-    begin_folder(target)
+    begin_folder(target, partial_path(target))
     descriptor = _lock(target)
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.extension import mesh_argument, wrap
 
+from ..config import ModelConfig
 from ..data.tokenizer import FILES, Tokenizer
 from ..families import FAMILIES, family_of, foreign_part, make_model
 from ..initialization import local_slices
@@ -34,6 +34,7 @@ from .configs import check_layers, read_config, weights_of
 from .manifest import ADAPTERS, CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
+from .storage import begin_folder, own_partial_path
 from .stored import StoredGroup, common_dtype, group_by_stored_tensor
 from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_parameter
 
@@ -79,6 +80,12 @@ def from_pretrained(
     return model
 
 
+def _model_on_meta(config: ModelConfig) -> nn.Module:
+    """A model of the config without memory for its parameters."""
+    with torch.device("meta"):
+        return make_model(config)
+
+
 def _read_model(
     folder: Path,
     adapters: Path | None,
@@ -97,8 +104,7 @@ def _read_model(
     with ExitStack() as files:
         tensors = open_tensors(folder, files, weights.PREFIX, sums)
         check_layers(own_config, tensors, folder)
-        with torch.device("meta"):
-            model = make_model(own_config)
+        model = _model_on_meta(own_config)
         check_tensors(model, tensors, folder, weights)
         stored_adapters = _attach_adapters(model, weights, adapters, dtype, files)
         if mesh is not None:
@@ -144,10 +150,10 @@ def save_pretrained(
     weights = weights_of_model(model)
     pipeline, parallel = pipeline_of(model), is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    temporary = own_partial_path(folder)
     error: Exception | None = None
     if writer:
-        error = attempt(start_folder, folder, temporary)
+        error = attempt(begin_folder, folder, temporary)
     raise_on_all(error, parallel)
 
     adapters = adapter_names(model)
@@ -214,8 +220,7 @@ def _from_checkpoint(
     weights = weights_of(folder, config)
     own_config = weights.read_config(config)
     check_layers(own_config, manifest.tensors, folder)
-    with torch.device("meta"):
-        model = make_model(own_config)
+    model = _model_on_meta(own_config)
     if ADAPTERS in manifest.files:
         if adapters is not None:
             raise ValueError(
@@ -303,14 +308,6 @@ def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
     with torch.no_grad():
         whole = to_global(parameter) if isinstance(parameter, DTensor) else parameter
         return whole.detach().cpu().contiguous() if keep else whole.new_empty((0, *whole.shape[1:]))
-
-
-def start_folder(folder: Path, temporary: Path) -> None:
-    """Makes the temporary folder. Raises ValueError where `folder` exists, OSError where none can be made."""
-    if folder.exists():
-        raise ValueError(f"{folder} exists; give another folder, or remove it")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
-    temporary.mkdir(parents=True)
 
 
 def finish_pretrained(

@@ -7,6 +7,7 @@ Reading never runs code.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -67,7 +68,7 @@ class FolderWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        begin_folder(self._folder)
+        begin_folder(self._folder, self._partial)
         return [replace(plan, storage_data=f"part-{number:05}.safetensors") for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -124,12 +125,17 @@ def partial_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def begin_folder(folder: Path) -> None:
-    """Makes the folder under its temporary name. Raises ValueError where `folder` exists, OSError as `mkdir`."""
+def own_partial_path(folder: Path) -> Path:
+    """The temporary path of a folder written by this process alone: programs that write one folder share no file."""
+    return folder.with_name(f"{partial_path(folder).name}-{os.getpid()}")
+
+
+def begin_folder(folder: Path, temporary: Path) -> None:
+    """Makes the temporary folder. Raises ValueError where `folder` exists, OSError as `mkdir`."""
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
-    shutil.rmtree(partial_path(folder), ignore_errors=True)  # left by a killed run
-    partial_path(folder).mkdir(parents=True)
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
+    temporary.mkdir(parents=True)
 
 
 def finish_folder(

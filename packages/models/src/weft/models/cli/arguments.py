@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -40,9 +41,9 @@ def parse(
     compact_below: terminals with fewer columns get options without descriptions; --help-verbose has the descriptions.
     file: the source of the arguments, if a file. A mistake then raises a ValueError of one line.
     """
+    arguments = [_NEGATED.sub(r"--\1no-\2", each) for each in arguments]
     if file is not None:
         return _parse_file(kind, arguments, default, file)
-    arguments = [_NEGATED.sub(r"--\1no-\2", each) for each in arguments]
     width = shutil.get_terminal_size().columns
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro looks at stdout only, and writes to both
     tyro._experimental_options["utf8_boxes"] = on_terminal
@@ -117,6 +118,16 @@ def batch_sizes(text: str) -> tuple[int, int]:
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise ValueError(f"--batch {text!r} is not rows and tokens; write it like --batch 2048,8192")
     return int(sizes[0]), int(sizes[1])
+
+
+class OwnOptions(argparse.ArgumentParser):
+    """A parser of few of a command's options, without --help. A mistake raises ValueError, for `report_bad_input`."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 @contextmanager

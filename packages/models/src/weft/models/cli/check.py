@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from ..predict.changes import Change, annotation, as_markdown, find_changes, summarize, totals
 from ..predict.golden import Golden, read_golden
 from ..terminal import PROGRAM, one_line, wrap_lines
-from .arguments import raising_mistakes, report_bad_input
+from .arguments import OwnOptions, raising_mistakes, report_bad_input
 from .explain import complete_configuration
 from .golden_command import arguments_of, command_line, describe_ranks, with_mesh_of
 from .hangs_command import OPTION, check_runs
@@ -63,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> list[Path]:
     """The golden files. Raises ValueError for an unknown option, and without files."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} check", add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     parser.add_argument("goldens", nargs="*", type=Path)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

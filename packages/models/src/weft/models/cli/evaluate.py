@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,7 @@ from ..train.from_folder import check_adapters, check_tokens, model_of
 from ..train.task_config import DPOConfig, KTOConfig, changed_option, check_loss_options
 from .arguments import parse, renamed_options, report_bad_input
 from .generate import base_of, find_tokenizer_of
+from .run_options import Merged, with_options_of_run
 
 OPTIONS = {"data.path": "data", "data.sequence_length": "sequence_length", "data.template": "template"}
 LENGTH = 2048  # the default of --sequence-length, for models with a longer context
@@ -56,8 +57,9 @@ instruction (sft), text (pretrain). Text is read as by `{PROGRAM} train`: as byt
 Prints
   the number of examples and of learned tokens; loss, in nats, and perplexity. dpo: accuracy, the share of pairs whose \
 chosen answer is more likely than the rejected one; with --reference also the loss of dpo, and accuracy, margin and \
-means of the rewards. kto with --reference: the loss of kto, mean rewards, and kl, which is of all examples. Give the \
-options --dpo.… or --kto.… of the training to measure its loss.
+means of the rewards. kto with --reference: the loss of kto, mean rewards, and kl, which is of all examples. The loss \
+and the rewards of a run take the options of its config.toml, except options given here, and are printed. Of a \
+folder without its run, give the options --dpo.… or --kto.… of the training.
 
 Exit status
   0: done; 1: the loss is not finite; 2: input that cannot be used.
@@ -80,9 +82,9 @@ class EvaluateOptions:
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: none)")] = None
     """The reference model of dpo and kto."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
-    """The loss and the rewards of dpo, with --reference; by the same options as in training."""
+    """The loss and the rewards of dpo, with --reference; of a run by default its own options."""
     kto: KTOConfig = field(default_factory=KTOConfig)
-    """The loss and the rewards of kto, with --reference; by the same options as in training."""
+    """The loss and the rewards of kto, with --reference; of a run by default its own options."""
     template: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the tokenizer's)")] = (
         None
     )
@@ -107,12 +109,18 @@ class _Inputs:
     reason: str  # how the task was found, in words
     data: Any  # a source of texts or of examples
     length: int
+    losses: Merged  # the options of the losses, given or of the run
+
+    @property
+    def num_cut(self) -> int:
+        """The number of examples cut to `length`; 0 for text."""
+        return 0 if self.task == "pretrain" else int(self.data.num_cut)
 
 
 def run(arguments: list[str]) -> int:
     options = parse(EvaluateOptions, arguments, command="evaluate", about=ABOUT)
     with report_bad_input("evaluate"), renamed_options(OPTIONS):
-        inputs = _find_inputs(options)
+        inputs = _find_inputs(options, arguments)
         from ..train.evaluate import LossNotFinite
 
         try:
@@ -121,9 +129,15 @@ def run(arguments: list[str]) -> int:
             print(f"{PROGRAM} evaluate: {error}", file=sys.stderr)
             return 1
     if options.json:
-        print(json.dumps({"task": inputs.task, **figures}))
+        further = {"cut": inputs.num_cut, "options_of_run": inputs.losses.of_run}
+        present = {name: value for name, value in further.items() if value}
+        print(json.dumps({"task": inputs.task, **figures, **present}))
         return 0
     print(printable(f"{inputs.folder} on {options.data}: {inputs.task}, {inputs.reason}"))
+    cut = inputs.num_cut
+    notes = [f"{cut:,} of the examples cut to {inputs.length:,} tokens: give a longer --sequence-length"] if cut else []
+    for note in (*inputs.losses.notes, *notes):
+        print(printable(note))
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
@@ -154,18 +168,19 @@ def _compute(inputs: _Inputs, options: EvaluateOptions) -> Mapping[str, int | fl
         rows=options.batch_size,
         device=device,
         reference=reference,
-        pairs=options.dpo,
-        judged=options.kto,
+        pairs=inputs.losses.dpo,
+        judged=inputs.losses.kto,
     )
 
 
-def _find_inputs(options: EvaluateOptions) -> _Inputs:
+def _find_inputs(options: EvaluateOptions, arguments: Sequence[str]) -> _Inputs:
     """Find the folders, the task and the data. Raises ValueError for input that cannot be used."""
     _check(options)
     folder = find_checkpoint(options.folder)
     tokenizer, config = find_tokenizer_of(folder), model_of(base_of(folder))
     task, reason = (options.task, "as asked") if options.task is not None else find_task(options.data)
     _check_losses(options, task)
+    losses = with_options_of_run(options, arguments, task)
     reference = None
     if options.reference is not None:
         if task not in ("dpo", "kto"):
@@ -192,7 +207,9 @@ def _find_inputs(options: EvaluateOptions) -> _Inputs:
             length = max(1, min(length, (data.num_tokens - 1) // 2))
     else:
         data = _find_examples(options, task, tokenizer, length)
-    return _Inputs(folder=folder, reference=reference, task=task, reason=reason, data=data, length=length)
+    return _Inputs(
+        folder=folder, reference=reference, task=task, reason=reason, data=data, length=length, losses=losses
+    )
 
 
 def _find_examples(options: EvaluateOptions, task: Task, tokenizer: Tokenizer, length: int) -> Any:
@@ -230,10 +247,15 @@ def find_task(path: Path) -> tuple[Task, str]:
     if path.is_dir() and (path / MANIFEST).is_file():
         task: Task = read_json(path / MANIFEST, "prepare the data again").get("task") or "pretrain"
         return task, "as the data is prepared"
-    for file in entries_under(path).files:
-        names = _first_fields(file, path.is_file())
-        if names is not None:
+    files, has_text = entries_under(path).files, False
+    for file in files:
+        kind = kind_of(file, (*FIELDS, "text"), is_named=path.is_file())
+        if kind is Kind.TEXT:
+            has_text = True
+        elif kind is not Kind.NONE and (names := _first_fields(file, kind, path.is_file())) is not None:
             return _task_of_fields(file, names)
+    if files and not has_text:
+        raise ValueError(f"no record is in --data {path}; give a file or folder of examples")
     return "pretrain", "since the data is text"
 
 
@@ -253,11 +275,8 @@ def _task_of_fields(file: Path, names: Iterable[str]) -> tuple[Task, str]:
     )
 
 
-def _first_fields(file: Path, is_named: bool) -> list[str] | None:
-    """The fields of a file's first record; None for a file of text, or without a record."""
-    kind = kind_of(file, (*FIELDS, "text"), is_named=is_named)
-    if kind in (Kind.TEXT, Kind.NONE):
-        return None
+def _first_fields(file: Path, kind: Kind, is_named: bool) -> list[str] | None:
+    """The fields of the first record in a file of records; None without a record."""
     if kind is Kind.PARQUET:
         try:
             check_pyarrow(file)

@@ -15,7 +15,7 @@ from ..train.config import TrainConfig
 from ..train.launch import processes_for
 from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
-from .arguments import batch_sizes, report_bad_input
+from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .golden_command import command_of, describe_ranks
 from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
 
@@ -140,9 +140,9 @@ def _save(options: argparse.Namespace, run_arguments: list[str], config: TrainCo
     print(f"saved {describe_ranks(golden)} in {path}; compare with `{PROGRAM} check {path}`")
 
 
-def _own_options() -> argparse.ArgumentParser:
+def _own_options() -> OwnOptions:
     """The parser of the options of `explain` alone."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--batch")

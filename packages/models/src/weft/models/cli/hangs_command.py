@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..predict.golden import read_golden
 from ..terminal import PROGRAM, printable
 from ..train.config import TrainConfig
+from .arguments import OwnOptions
 from .explain import complete_configuration
 from .golden_command import arguments_of, with_mesh_of
 from .settings import read_configuration
@@ -46,7 +46,7 @@ def check_runs(arguments: Sequence[str]) -> int:
 
     arguments: of `weft check`, without --hangs. Raises ValueError for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} check", add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--batch")
     own, run_arguments = parser.parse_known_args(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from ..predict.chip import Chip, load_chip
 from ..predict.plans import Space
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, PlanConfig, TrainConfig
-from .arguments import batch_sizes, report_bad_input
+from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .settings import base_configuration, origin_of, read_configuration
 
 ABOUT = f"""\
@@ -141,9 +140,9 @@ def _find_fixed(arguments: Sequence[str], config: TrainConfig) -> dict[str, obje
     return fixed
 
 
-def _own_options() -> argparse.ArgumentParser:
+def _own_options() -> OwnOptions:
     """The parser of the options of `plan` alone."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} plan", add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     for name in ("processes", "chip", "batch", "memory", "within"):
         parser.add_argument(f"--{name}")
     for name in ("config", "output"):

@@ -24,7 +24,7 @@ from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.run import complete_plan, mesh_sizes
 from ..train.toml import check_sum, read_toml
-from .arguments import parse
+from .arguments import OwnOptions, parse
 
 NEWEST = "newest"  # the value of --resume without a path
 
@@ -149,7 +149,7 @@ def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> Tra
     return replace(config, plan=complete_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
 
 
-def _model_options() -> argparse.ArgumentParser:
+def _model_options() -> OwnOptions:
     """A parser of the options that decide about model and defaults: --from, --model, --task, and `resume_options`."""
     parser = resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
@@ -234,9 +234,9 @@ def config_to_resume(arguments: Sequence[str]) -> Path | None:
     return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
 
 
-def resume_options() -> argparse.ArgumentParser:
+def resume_options() -> OwnOptions:
     """A parser of --output and --resume, which determine the run to resume."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", nargs="?", const=NEWEST)
     return parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import replace
 from datetime import datetime
@@ -28,7 +27,7 @@ from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.task_config import reference_axes, reference_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
-from .arguments import is_printing_rank, report_bad_input
+from .arguments import OwnOptions, is_printing_rank, report_bad_input
 from .compare import check_run_folder
 from .replay import plan_replay
 from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
@@ -107,9 +106,9 @@ def run(arguments: list[str]) -> int:
     return launch(new_run, gpus=gpus)
 
 
-def _files() -> argparse.ArgumentParser:
+def _files() -> OwnOptions:
     """The parser of options about configuration files and replays, which are not options of the run itself."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} train", add_help=False, allow_abbrev=False)
+    parser = OwnOptions()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--replay", type=Path)

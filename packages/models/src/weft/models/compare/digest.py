@@ -97,7 +97,8 @@ def place_of(
 
     first_row: added to the indices of dim 0: the first row of a microbatch in a batch of `shape[0]` rows.
     tokens: where tokens lie in memory out of reading order, on the CPU: the global index along dim 1 of each local
-        token, int64 [rows, local tokens], or [1, local tokens] for all rows. None: the indices are `slices[1]`.
+        token, int64 [rows, local tokens], or [1, local tokens] for all rows. None: the indices are `slices[1]`. With
+        tokens, `shape` has at least three dims.
     Communication: none.
     """
     shape = tuple(shape) or (1,)

@@ -19,18 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
-from weft.kernels.extension import Runs, observing
+from weft.kernels.extension import observing
 from weft.mesh import Layout, Partial, Replicate, Shard
 from weft.reshard import layout_of
 from weft.reshard.extension import tensors_of, this_rank
 
-from ..parallel.batch import order_of
+from ..parallel.batch import ModelArguments
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import pipeline_of
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from .digest import Digest, Place, digest_part, place_of
 from .entries import KINDS, Key, Kind, StepDigests, TensorEntry
 from .grid import SKETCHES, count_blocks
+from .microbatch_tokens import MicrobatchTokens, tokens_of_microbatches
 
 
 class Recorder:
@@ -49,13 +50,14 @@ class Recorder:
         self._step = self._last = 0  # the running step, and the last step with digests
         self.ops: dict[str, tuple[str, ...]] = {}  # Weft's ops called directly by each module's forward, of all ranks
         self._unread: list[StepDigests] = []  # for `take`
+        self._arguments = ModelArguments(model)
         self._pipeline = pipeline_of(model)
         self._names: dict[int, str] = {}  # by id of the module
         for name, module in model.named_modules():
             self._names.setdefault(id(module), name)
         self._places: dict[Any, Place] = {}  # by the arguments of `place_of`
         self._found: dict[Key, _DigestedTensor] = {}  # of the running step
-        self._tokens: list[_Tokens] = []  # of each microbatch
+        self._tokens: list[MicrobatchTokens] = []  # of each microbatch
         self._calls: Counter[tuple[str, bool]] = Counter()  # of each module in the step: in forward, recomputed
         self._root_calls = -1  # the number of the model's running call, from 0: the microbatch
         self._latest: tuple[Tensor, list[Digest]] | None = None  # the tensor digested last
@@ -78,7 +80,7 @@ class Recorder:
         """Context manager: digests the outputs of modules, and the gradients of these outputs. Communication: none."""
         self._calls.clear()
         self._hooked.clear()
-        self._root_calls, self._tokens = -1, _tokens_of(microbatches)
+        self._root_calls, self._tokens = -1, tokens_of_microbatches(self._arguments, microbatches)
         hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
             # ops are named once: each call of each op then takes a little longer
@@ -161,7 +163,7 @@ class Recorder:
         return 0 if running is None else running
 
     @torch.no_grad()
-    def _add(self, key: Key, tensor: Tensor, tokens: _Tokens | None = None, stage: int = 0) -> None:
+    def _add(self, key: Key, tensor: Tensor, tokens: MicrobatchTokens | None = None, stage: int = 0) -> None:
         """Digest this rank's part of a tensor. tokens: of the microbatch, for an activation; None for a parameter."""
         layout = layout_of(tensor) if isinstance(tensor, DTensor) else None if tokens is None else tokens.layout
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -172,7 +174,8 @@ class Recorder:
         share.is_hashed &= len(addends) == 1
         shape = tuple(tensor.shape)
         if tokens is not None:
-            shape = (self._batch[0], self._batch[1], *shape[2:])
+            # [B, T] as [B, T, 1]: a digest has an order of tokens for a dim before the last
+            shape = (self._batch[0], self._batch[1], *(shape[2:] or (1,)))
         # outside of torch's modes that see ops: selective recomputation counts the matrix products of a block
         with _disable_current_modes():
             place = self._place(tensor, layout, shape, tokens)
@@ -191,7 +194,9 @@ class Recorder:
                     digest.disagreement.zero_()
                 found.digest.add(digest)
 
-    def _place(self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: _Tokens | None) -> Place:
+    def _place(
+        self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: MicrobatchTokens | None
+    ) -> Place:
         """The place of this rank's part of a tensor of global `shape`; activations are parts of the whole batch's."""
         device = tensor.device
         if isinstance(tensor, DTensor) and layout is not None:
@@ -200,6 +205,7 @@ class Recorder:
             slices = (*layout.local_slices(tokens.shape, this_rank()), *[slice(0, n) for n in tensor.shape[2:]])
         else:
             slices = tuple(slice(0, size) for size in tensor.shape)
+        slices += (slice(0, 1),) * (len(shape) - len(slices))
         order = None if tokens is None else tokens.order
         key = shape, tuple((each.start, each.stop) for each in slices), device, 0 if tokens is None else tokens.first
         if isinstance(order, RowOrders):
@@ -209,7 +215,7 @@ class Recorder:
         return self._places[key, order]
 
     def _make_place(
-        self, shape: tuple[int, ...], slices: tuple[slice, ...], device: torch.device, tokens: _Tokens | None
+        self, shape: tuple[int, ...], slices: tuple[slice, ...], device: torch.device, tokens: MicrobatchTokens | None
     ) -> Place:
         if tokens is None:
             return place_of(shape, slices, device)
@@ -283,39 +289,6 @@ class _DigestedTensor:
         self.touched: set[int] = set()  # blocks of which this rank has elements
 
 
-class _Tokens:
-    """Where a microbatch's tokens [B, T] are in the batch, from row `first` on, and which tokens are on this rank."""
-
-    def __init__(self, tokens: Tensor, first: int) -> None:
-        self.shape = tuple(tokens.shape)
-        self.layout = layout_of(tokens) if isinstance(tokens, DTensor) else None
-        self.first = first  # the microbatch's first row in the batch
-        self.local = tuple((tokens.to_local() if isinstance(tokens, DTensor) else tokens).shape)
-        order = order_of(tokens)
-        self.order: Runs | RowOrders | None = order  # of tokens in memory; None: reading order
-
-    def has_rows(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this microbatch's rows and tokens: [B, T, ...], as a DTensor or as the local part."""
-        shape = tuple(tensor.shape)
-        return shape[:2] == (self.shape if isinstance(tensor, DTensor) or self.layout is None else self.local)
-
-    def places(self, cut: slice) -> Tensor | None:
-        """The index in the row of each token in the slice `cut` of memory; None in reading order. For `place_of`."""
-        if self.order is None:
-            return None
-        if isinstance(self.order, RowOrders):
-            return self.order.places(torch.device("cpu"))[:, cut]
-        return torch.cat([torch.arange(start, stop) for start, stop in self.order])[cut].unsqueeze(0)
-
-
-def _tokens_of(microbatches: Sequence[Microbatch]) -> list[_Tokens]:
-    found, first = [], 0
-    for each in microbatches:
-        found.append(_Tokens(each.args[0], first))
-        first += each.args[0].shape[0]
-    return found
-
-
 class _Share:
     """How this rank's part of a tensor counts in the sum over ranks: as a replica, or, not hashed, as an addend."""
 
@@ -345,7 +318,7 @@ def _share_of(layout: Layout | None) -> _Share | None:
     return _Share(replicas, is_first=is_first, is_hashed=is_hashed)
 
 
-def _is_digested(tensor: Tensor, tokens: _Tokens) -> bool:
+def _is_digested(tensor: Tensor, tokens: MicrobatchTokens) -> bool:
     """Whether an output of a module is digested: floating-point, with data, and [B, T, ...] of the microbatch."""
     return not isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tokens.has_rows(tensor)
 

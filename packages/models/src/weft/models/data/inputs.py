@@ -22,7 +22,7 @@ NAMED = 12  # the most fields listed in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FileRange:
     """A range of an input file; or an entry of a folder without documents, to be counted only."""
 
     path: Path
@@ -36,7 +36,7 @@ class Piece:
     passed: str = ""  # description of an entry of a folder that is no file; empty for files
 
 
-Part = tuple[Piece, ...]  # `prepare` makes a shard of each part
+Part = tuple[FileRange, ...]  # `prepare` makes a shard of each part
 
 
 def newest_time(parts: Sequence[Part]) -> datetime:
@@ -88,7 +88,7 @@ def find_parts(
     without the column. With `columns.skip_bad`, these files are left out where the caller named only their folder.
     """
 
-    def pieces_of(file: Path, is_named: bool) -> Iterator[Piece]:
+    def pieces_of(file: Path, is_named: bool) -> Iterator[FileRange]:
         return _pieces(file, is_named, columns, part_bytes)
 
     parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="text, JSONL or Parquet")
@@ -99,7 +99,7 @@ def find_parts(
 
 def cut_inputs(
     inputs: Sequence[Path],
-    pieces_of: Callable[[Path, bool], Iterable[Piece]],
+    pieces_of: Callable[[Path, bool], Iterable[FileRange]],
     part_bytes: int,
     *,
     leave_out: Path | None,
@@ -111,7 +111,7 @@ def cut_inputs(
     leave_out: a folder within an input to pass over. accepted: the formats named in the error for a missing path.
     Raises ValueError for a missing path.
     """
-    parts: list[list[Piece]] = [[]]
+    parts: list[list[FileRange]] = [[]]
     part_size = 0
     for path in inputs:
         if not path.exists():
@@ -127,11 +127,11 @@ def cut_inputs(
     return [tuple(part) for part in parts]
 
 
-def _entry_piece(path: Path, description: str) -> Piece:
-    return Piece(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=description)
+def _entry_piece(path: Path, description: str) -> FileRange:
+    return FileRange(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=description)
 
 
-def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
+def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[FileRange]:
     """The pieces of a file, each of about `part_bytes`."""
     groups: list[int] = []
     try:
@@ -156,7 +156,7 @@ def check_pyarrow(file: Path) -> None:
         raise ModuleNotFoundError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
 
 
-def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Sequence[int]) -> Iterator[Piece]:
+def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Sequence[int]) -> Iterator[FileRange]:
     """The pieces of a file, each of about `part_bytes`. groups: of Parquet, the bytes of each row group."""
     size = file.stat().st_size
     if kind is Kind.PARQUET:
@@ -167,7 +167,7 @@ def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Se
     else:
         pieces = [(0, size, size)]
     for start, stop, nbytes in pieces:
-        yield Piece(path=file, start=start, stop=stop, is_named=is_named, nbytes=nbytes, kind=kind)
+        yield FileRange(path=file, start=start, stop=stop, is_named=is_named, nbytes=nbytes, kind=kind)
 
 
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
@@ -185,7 +185,7 @@ def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
                 left_out.empty += 1
 
 
-def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
+def _read(piece: FileRange, columns: Columns, left_out: LeftOut) -> Iterable[str]:
     if piece.passed:
         left_out.passed.append(piece.passed)
         return ()
@@ -237,7 +237,7 @@ class BadRecord:
 BLANK = BadRecord("is blank")  # a blank line
 
 
-def read_records(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
+def read_records(piece: FileRange) -> Iterator[tuple[RecordPlace, Any]]:
     """The records of a piece of JSON lines, of a list of JSON, or of a table, with their places.
 
     A record is any value of JSON, a `BadRecord` or `BLANK`; for a table, a dict of texts.
@@ -246,7 +246,7 @@ def read_records(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
     return {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece)
 
 
-def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
+def _read_text(piece: FileRange, left_out: LeftOut) -> Iterator[str]:
     content = piece.path.read_bytes()
     try:
         yield content.decode().removeprefix("\ufeff")
@@ -256,7 +256,7 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
         left_out.skipped.append(str(piece.path))
 
 
-def _read_lines(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
+def _read_lines(piece: FileRange) -> Iterator[tuple[RecordPlace, Any]]:
     with piece.path.open("rb") as file:
         if piece.start:  # a line across the boundary belongs to the previous piece
             file.seek(piece.start - 1)
@@ -275,7 +275,7 @@ def _line_number(path: Path, place: int) -> int:
     return number
 
 
-def _read_list(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
+def _read_list(piece: FileRange) -> Iterator[tuple[RecordPlace, Any]]:
     try:
         records = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
@@ -311,7 +311,7 @@ def _rows(path: Path) -> Iterator[list[str]]:
         raise ValueError(f"{path} is no table of comma- or tab-separated values: {error}; save it again") from None
 
 
-def _read_table(piece: Piece) -> Iterator[tuple[RecordPlace, Any]]:
+def _read_table(piece: FileRange) -> Iterator[tuple[RecordPlace, Any]]:
     rows = _rows(piece.path)
     names = next(rows, [])
     for number, row in enumerate(rows, 1):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from .packed.order import NO_WINDOW, order_by_documents
 from .packed.rows import RowOrders
 from .packed.transfer import prepare_exchanges
 from .plan import ParallelPlan
-from .styles import CONTEXT_AXIS, TENSOR_AXIS
+from .styles import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, TOKENS_DIM
 
 
 class Ordered(NamedTuple):
@@ -42,13 +44,57 @@ class OrderedPositions:
     order: Runs | RowOrders
 
 
-_ORDER = "_order_of_tokens"  # attribute of tokens that are not laid out in reading order
+_ORDER = "_order_of_tokens"  # attribute of a batch's tensors that are not laid out in reading order
 
 
 def order_of(tokens: Tensor) -> Runs | RowOrders | None:
-    """The order of tokens from `lay_out_batch`; None for tokens in reading order."""
+    """The order of the tokens of a batch's tensor from `lay_out_batch`; None for reading order, and for a copy."""
     order: Runs | RowOrders | None = getattr(tokens, _ORDER, None)
     return order
+
+
+def is_same_order(order: Runs | RowOrders, another: Runs | RowOrders) -> bool:
+    """Whether two orders of layout are equal."""
+    return order.is_same(another) if isinstance(order, RowOrders) else order == another
+
+
+class ModelArguments:
+    """Reads a model's tokens, and the order of the tokens, from the arguments of a call.
+
+    The model's first argument are the tokens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        # of the arguments that may be given by position
+        self.names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return dict(zip(self.names, args, strict=False)) | dict(kwargs)
+
+    def first_name(self, kwargs: Mapping[str, Any]) -> str:
+        """The name of the tokens; for a forward of **kwargs alone, the first argument given."""
+        return self.names[0] if self.names else next(iter(kwargs), "")
+
+    def tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The tokens; None for a call without tokens."""
+        return args[0] if args else kwargs.get(self.first_name(kwargs))
+
+    def order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runs | RowOrders | None:
+        """The order in which the tokens are laid out; None for reading order.
+
+        A copy of the tokens of a `Batch` has no order. The order is then the order of the batch's positions.
+        """
+        tokens, positions = self.tokens(args, kwargs), ordered_positions(self.by_name(args, kwargs).get("positions"))
+        order = order_of(tokens) if isinstance(tokens, Tensor) else None
+        return positions.order if order is None and isinstance(positions, OrderedPositions) else order
+
+
+def ordered_positions(positions: Any) -> Any:
+    """`OrderedPositions` for the values of a batch's positions, which carry the order; all else unchanged."""
+    order = order_of(positions) if isinstance(positions, DTensor) else None
+    return positions if order is None else OrderedPositions(values=positions, order=order)
 
 
 def in_order(tokens: DTensor, order: Runs | RowOrders | None) -> DTensor:
@@ -58,13 +104,59 @@ def in_order(tokens: DTensor, order: Runs | RowOrders | None) -> DTensor:
     return tokens
 
 
+def check_order(
+    tokens: DTensor, order: Any, positions: Any, context: str | None, model: str = "the model", argument: str = ""
+) -> None:
+    """Raises ValueError unless tokens sharded over "cp" and their positions tell one order.
+
+    order: of the tokens, as of `order_of`. model, argument: names of the model and of the tokens' argument, for errors.
+    """
+    if isinstance(positions, OrderedPositions):
+        if order is not None and not is_same_order(order, positions.order):
+            raise ValueError(
+                "the tokens and the positions come from two calls of lay_out_batch, which cut the rows in two ways; "
+                f"give {model} tokens, positions and documents of one batch"
+            )
+    elif order is not None and positions is not None:
+        raise ValueError(
+            f"the tokens are in the order {order} of lay_out_batch, but the positions carry no order; give the "
+            f"positions to lay_out_batch, and call {model} with positions=batch.positions"
+        )
+    elif order is None and positions is None and context == "all_gather":
+        raise ValueError(
+            f"{argument or 'the tokens'} of {model} are {tokens.placements}, and neither the tokens nor positions tell "
+            f"their order (a copy of the tokens of lay_out_batch has none): call {model} with "
+            f"positions=batch.positions of the same batch, or, for tokens in reading order, with their positions, laid "
+            f"out as the tokens"
+        )
+
+
+def check_batch_order(tokens: Tensor, positions: Any, plan: ParallelPlan) -> None:
+    """`check_order` of the arguments of a whole batch, before they are divided into microbatches."""
+    if plan.context is None or not sharded_on_tokens(tokens):
+        return
+    check_order(tokens, order_of(tokens), ordered_positions(positions), plan.context)
+
+
+def sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
+    """Whether x is a DTensor with tokens sharded over "cp". Asked of torch's placements, since Dynamo cannot trace
+    layouts.
+    """
+    if not isinstance(x, DTensor):
+        return False
+    names = x.device_mesh.mesh_dim_names or ()
+    return any(
+        name == CONTEXT_AXIS and each.is_shard(TOKENS_DIM) for name, each in zip(names, x.placements, strict=False)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """The arguments of a model and a loss, laid out for a plan. Made by `lay_out_batch`.
 
-    Call `model(batch.tokens, positions=batch.positions, ...)`. The tokens carry their order: a model called without
-    `positions=` finds the positions itself. A copy of the tokens has no order: a model called with the copy alone
-    raises ValueError under context="all_gather".
+    Call `model(batch.tokens, positions=batch.positions, ...)`. Each tensor carries the tokens' order: a model called
+    without `positions=` finds the positions itself. A copy of the tokens has no order: a model called with the copy
+    alone raises ValueError under context="all_gather".
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
     numbers: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
@@ -101,7 +193,7 @@ def lay_out_batch(
     rows: int | None = None,
 ) -> Batch:
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
-    has context.
+    has context. The stages of "pp" have the same rows.
 
     tokens, targets, positions, documents, numbers: plain tensors [B, T] of ints.
     numbers: of a token's document, as `documents`, but laid out as the targets: for `document_sums`.
@@ -162,25 +254,22 @@ def lay_out_batch(
             return None
         tensor = tensor.to(tokens.device)
         if this_rank() not in mesh:
-            return wrap(tensor.new_empty(0), layout, (B, T))
+            return in_order(wrap(tensor.new_empty(0), layout, (B, T)), own_order)
         here = layout.local_slices((B, T), this_rank())
         tensor = tensor[here[0]] if rows is None else tensor
         if isinstance(own_order, RowOrders):
-            return wrap(tensor.gather(1, own_order.places(tensor.device)[:, here[1]]), layout, (B, T))
-        tensor = tensor if own_order is None else as_laid(tensor, own_order, 1)
-        return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
+            local = tensor.gather(1, own_order.places(tensor.device)[:, here[1]])
+        else:
+            tensor = tensor if own_order is None else as_laid(tensor, own_order, 1)
+            local = tensor[:, here[1]].contiguous()
+        return in_order(wrap(local, layout, (B, T)), own_order)
 
-    placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
+    own_tokens = laid(tokens, by_tokens)
     assert own_tokens is not None, "tokens are not None"
-    ordered = (
-        None
-        if placed is None or own_order is None
-        else OrderedPositions(values=in_order(placed, own_order), order=own_order)
-    )
     return Batch(
-        tokens=in_order(own_tokens, own_order),
+        tokens=own_tokens,
         targets=laid(targets, by_tokens),
-        positions=placed if ordered is None else ordered,
+        positions=ordered_positions(laid(positions, by_tokens)),
         documents=laid(documents, by_rows),
         order=order,
         numbers=laid(numbers, by_tokens),
@@ -231,6 +320,10 @@ def prepare_rows(
 
 @lru_cache(maxsize=1024)  # few meshes, looked up with every microbatch
 def _layouts(mesh: ProcessMesh, cut: bool) -> tuple[Layout, Layout]:
-    """The layout of a batch by rows only; and the layout of the tokens, which if `cut` are also sharded over "cp"."""
-    by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
+    """The layout of a batch by rows only; and the layout of the tokens, which if `cut` are also sharded over "cp".
+
+    All stages of a pipeline have the same rows.
+    """
+    without_rows = (CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS)
+    by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in without_rows})
     return by_rows, by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows

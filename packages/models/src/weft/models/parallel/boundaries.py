@@ -94,23 +94,26 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
         if reduced and each not in with_prepared_output:
             if isinstance(style, RowwiseParallel) and overlapped_sequence.may_run_in_steps(modules[each], plan):
                 overlapped_sequence.reduce_rows(modules[each])
-            modules[each].register_forward_hook(_output_hook(stream_placement))
+            modules[each].register_forward_hook(partial(_reshard_output, stream_placement))
         if isinstance(style, PositionParallel) and plan.sequence:
             _hook_first_argument(modules[each], partial(_shard_positions, modules[each]))
     if not plan.loss_parallel:
-        modules[module_plan.name].register_forward_hook(_output_hook("R"))
+        modules[module_plan.name].register_forward_hook(partial(_reshard_output, "R"))
 
 
 def _hook_first_argument(module: nn.Module, change: Callable[[Any], Any]) -> None:
     """Register a pre-hook that passes `change(x)` for the module's first argument x, given by position or keyword."""
     name = next(iter(inspect.signature(module.forward).parameters), "input")
+    module.register_forward_pre_hook(partial(_change_first_argument, name, change), with_kwargs=True)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return (args, {**kwargs, name: change(kwargs[name])}) if name in kwargs else (args, kwargs)
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+def _change_first_argument(
+    name: str, change: Callable[[Any], Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallArguments:
+    """The pre-hook of `_hook_first_argument`. name: of the first argument."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return (args, {**kwargs, name: change(kwargs[name])}) if name in kwargs else (args, kwargs)
 
 
 def _replicate_input(x: Any) -> Any:
@@ -195,13 +198,9 @@ def _with_tensor_placement(layout: Layout, placement: str) -> Layout:
     return layout.replace(**dict.fromkeys(axes_of(layout.mesh, TENSOR_AXIS), placement))
 
 
-def _output_hook(placement: str) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook resharding a module's outputs to `placement` on the tensor axis."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return _map_dtensors(output, lambda x: _reshard_on_tensor_axis(x, placement))
-
-    return hook
+def _reshard_output(placement: str, module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: reshards a module's outputs to `placement` on the tensor axis."""
+    return _map_dtensors(output, lambda x: _reshard_on_tensor_axis(x, placement))
 
 
 def _map_dtensors(output: Any, change: Callable[[DTensor], DTensor]) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Runs, as_laid, cast_for, pack, unpack
-from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
+from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
 from weft.reshard.extension import (
     StartedReshard,
@@ -26,7 +27,16 @@ from weft.reshard.extension import (
 
 from ..checks import check_head_degrees
 from ..layers import DotProductAttention, Dropout
-from .batch import Ordered, OrderedPositions, order_of
+from .batch import (
+    ModelArguments,
+    Ordered,
+    OrderedPositions,
+    check_order,
+    is_same_order,
+    order_of,
+    ordered_positions,
+    sharded_on_tokens,
+)
 from .packed.hooks import LatestOrder, is_by_documents, start_exchange, take_received
 from .packed.rows import RowOrders
 from .plan import ParallelPlan
@@ -72,16 +82,17 @@ def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
         check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
 
 
-def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
+def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, name: str = "") -> None:
     """Register the hooks of context parallelism: on the model, and on the modules of attention and dropout.
 
+    name: of the model within a larger model whose plan gives this part a plan of its own.
     Communication: none here; in a call as `_start_gather`, or `_to_heads` and `_to_tokens`.
     """
     own = list(model.modules())
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
     latest = LatestOrder()
-    model.register_forward_pre_hook(_ModelHook(model, plan, latest).enter, with_kwargs=True)
+    model.register_forward_pre_hook(_ModelHook(model, plan, latest, name).enter, with_kwargs=True)
     if plan.context is None:
         return
     for module in own:
@@ -101,9 +112,11 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
 class _ModelHook:
     """The pre-hook of the model: gathers the documents of all tokens, and adds positions and the tokens' order."""
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, latest: LatestOrder) -> None:
+    def __init__(self, model: nn.Module, plan: ParallelPlan, latest: LatestOrder, name: str) -> None:
+        kind = type(model).__name__
+        self._model_name = f"{name} ({kind})" if name else kind
+        self._arguments = ModelArguments(model)
         parameters = inspect.signature(model.forward).parameters.values()
-        self._names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         takes = {each.name for each in parameters}
         any_name = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._takes_positions, self._takes_documents = (
@@ -112,42 +125,36 @@ class _ModelHook:
         self._context, self._latest = plan.context, latest
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        first = self._names[0] if self._names else next(iter(kwargs), "")  # of a forward of **kwargs alone: as given
-        tokens = args[0] if args else kwargs.get(first)
+        arguments, tokens = self._arguments.by_name(args, kwargs), self._arguments.tokens(args, kwargs)
         self._latest.set(None)
-        if not _sharded_on_tokens(tokens):
+        if not sharded_on_tokens(tokens):
             return None
         if self._context is None:
-            raise LayoutError(
-                f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the "
+            raise ValueError(  # Dynamo can trace neither a LayoutError nor layout_of
+                f"the tokens are {tokens.placements}, but the plan has context=None, with which no rank sees the "
                 f'tokens of another; give the plan context="all_gather" or "ulysses", or replicate the tokens over '
                 f"{CONTEXT_AXIS!r}"
             )
-        positions, documents, order = arguments.get("positions"), arguments.get("documents"), order_of(tokens)
+        positions, documents = ordered_positions(arguments.get("positions")), arguments.get("documents")
+        order = self._arguments.order(args, kwargs)
         if isinstance(documents, DTensor):
-            arguments["documents"] = _whole_tokens(documents)
-        if order is None and isinstance(positions, DTensor):
-            order = order_of(positions)  # the values of a batch's positions
-            positions = positions if order is None else None
-        if order is not None and not isinstance(positions, OrderedPositions):
-            if positions is not None:
+            of_documents = order_of(documents)
+            if order is not None and of_documents is not None and not is_same_order(order, of_documents):
                 raise ValueError(
-                    f"the tokens are in the order {order} of lay_out_batch, but the positions carry no order; give the "
-                    f"positions to lay_out_batch, and call the model with positions=batch.positions"
+                    "the tokens and the documents come from two calls of lay_out_batch, which cut the rows in two "
+                    "ways; give the model tokens, positions and documents of one batch"
                 )
+            arguments["documents"] = _whole_tokens(documents)
+        first = self._arguments.first_name(kwargs)
+        check_order(tokens, order, positions, self._context, self._model_name, first)
+        if order is not None and not isinstance(positions, OrderedPositions):
             own = _positions_by_row(tokens, order) if isinstance(order, RowOrders) else _own_positions(tokens, order)
             positions = OrderedPositions(values=own, order=order)
-        elif order is not None and isinstance(positions, OrderedPositions) and not _is_same(order, positions.order):
-            raise ValueError(
-                "the tokens and the positions come from two calls of lay_out_batch, which cut the rows in two ways; "
-                "give the model tokens, positions and documents of one batch"
-            )
         if isinstance(positions, OrderedPositions):
             if not self._takes_documents:
                 raise ValueError(
                     f"the order of the tokens reaches attention with the argument documents, which "
-                    f"{type(module).__name__}.forward does not take; add documents=None to forward and hand it on to "
+                    f"{self._model_name}.forward does not take; add documents=None to forward and hand it on to "
                     f"the layers, or lay tokens and positions out in reading order, by distribute()"
                 )
             self._latest.set(positions.order, arguments.get("documents"))
@@ -157,35 +164,12 @@ class _ModelHook:
             arguments["documents"] = Ordered(positions.order, arguments.get("documents"))
             if arguments.get("dropout_key") is not None:
                 arguments["dropout_key"] = Ordered(positions.order, arguments["dropout_key"])
-        elif positions is None and self._context == "all_gather":
-            raise ValueError(
-                f"{first or 'the tokens'} of {type(module).__name__} are {tokens.placements}, and neither the tokens "
-                f"nor positions tell their order (a copy of the tokens of lay_out_batch has none): call the model with "
-                f"positions=batch.positions of the same batch, or, for tokens in reading order, with their positions, "
-                f"laid out as the tokens"
-            )
         elif positions is None and self._takes_positions:
             arguments["positions"] = _own_positions(tokens)
         elif not self._takes_positions:
             arguments.pop("positions", None)
-        positional = self._names[: len(args)]
+        positional = self._arguments.names[: len(args)]
         return (*(arguments.pop(name) for name in positional), *args[len(positional) :]), arguments
-
-
-def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
-    """Whether x is a DTensor with tokens sharded over "cp". Asked of torch's placements, since Dynamo cannot trace
-    layouts.
-    """
-    if not isinstance(x, DTensor):
-        return False
-    names = x.device_mesh.mesh_dim_names or ()
-    return any(
-        name == CONTEXT_AXIS and each.is_shard(TOKENS_DIM) for name, each in zip(names, x.placements, strict=False)
-    )
-
-
-def _is_same(order: Runs | RowOrders, of_positions: Runs | RowOrders) -> bool:
-    return order.is_same(of_positions) if isinstance(order, RowOrders) else order == of_positions
 
 
 @in_graph
@@ -252,7 +236,7 @@ def _start_gather(
     Communication: an all-gather, started and not waited for; in backward a reduce-scatter, waited for. With an order by
     documents, as `KeysOnTheirWay`.
     """
-    if not _sharded_on_tokens(output[0]):
+    if not sharded_on_tokens(output[0]):
         return None
     key, value = _cast(*output)
     assert isinstance(key, DTensor) and isinstance(value, DTensor), "values lie as keys"
@@ -261,7 +245,7 @@ def _start_gather(
     if is_compiling():
         return _GatheringInGraph(*_begin_gather(key, value)), None
     layout = layout_of(key)
-    packed, widths = _packed((key, value), layout.parts(HEADS_DIM))
+    packed, widths = _packed((key, value), _num_parts(layout))
     return _Gathering(start_reshard(packed, placements=_replaced(layout, "R")), widths), None
 
 
@@ -314,7 +298,7 @@ def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
     layout = layout_of(key)
     if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
         return key, value
-    return _reshard_packed((key, value), layout.parts(HEADS_DIM), _replaced(layout, "R"))
+    return _reshard_packed((key, value), _num_parts(layout), _replaced(layout, "R"))
 
 
 @in_graph
@@ -324,7 +308,7 @@ def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
     Returns the keys and values as one packed tensor, then the two tensors of `begin_in_graph`.
     """
     layout = layout_of(key)
-    packed, _ = _packed((key, value), layout.parts(HEADS_DIM))
+    packed, _ = _packed((key, value), _num_parts(layout))
     return packed, *begin_in_graph(packed, _replaced(layout_of(packed), "R"))
 
 
@@ -348,7 +332,7 @@ def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tu
     heads = {name: int(x.shape[HEADS_DIM]) // head_dim for name, x in (("query", query), ("key", key))}
     check_heads(heads, layout.mesh)
     target = _replaced(layout, f"S({HEADS_DIM})")
-    return _reshard_packed((query, key, value), target.parts(HEADS_DIM), target)
+    return _reshard_packed((query, key, value), _num_parts(target), target)
 
 
 @in_graph
@@ -369,6 +353,12 @@ def _reshard_packed(tensors: tuple[DTensor, ...], parts: int, target: Layout) ->
     """
     packed, widths = _packed(tensors, parts)
     return unpack(reshard(packed, placements=target), widths)
+
+
+def _num_parts(layout: Layout) -> int:
+    """The number of shards of the heads; inside `exact_sums`, on the named mesh."""
+    mesh = layout.mesh
+    return math.prod([named_size(mesh, axis) for axis in mesh.axis_names if layout[axis] == Shard(HEADS_DIM)])
 
 
 def _packed(tensors: tuple[DTensor, ...], parts: int) -> tuple[DTensor, tuple[int, ...]]:

@@ -6,7 +6,6 @@ instead of in each op of the module. FSDP2 does the same.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -41,11 +40,12 @@ from .styles import is_data_axis
 def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
 
-    Each block, a `row_independent` module in a ModuleList, is a unit of computation. The whole model is the unit if the
-    model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket. A unit's gradients become
-    available all at once: a larger model goes block by block, so buckets are reduced while backward continues.
-    A unit still computes on DTensors if the unit is compiled, drops elements or mixes rows; if a module within has a
-    hook, a replaced forward, or a class that is not `row_independent`; and for inputs of a different layout.
+    Each block, a `row_independent` module in a ModuleList, is switched to local tensors by itself. The whole model is
+    switched at once if the model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket. A
+    switched module's gradients become available all at once: a larger model goes block by block, so buckets are reduced
+    while backward continues.
+    A switched module still computes on DTensors if the module is compiled, drops elements or mixes rows; if a module
+    within has a hook, a replaced forward, or a class that is not `row_independent`; and for inputs of another layout.
     Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
@@ -53,12 +53,12 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
         return
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     if is_row_independent(model) and not by_block and nbytes <= BUCKET_BYTES:
-        model.forward = partial(_forward, _Unit(model, model.forward))
+        model.forward = partial(_forward, _SwitchedModule(model, model.forward))
         return
     for blocks in model.modules():
         for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
             if is_row_independent(block):
-                block.forward = partial(_forward, _Unit(block, block.forward))
+                block.forward = partial(_forward, _SwitchedModule(block, block.forward))
 
 
 def is_row_independent(module: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def is_row_independent(module: nn.Module) -> bool:
     return type(module) in ROW_INDEPENDENT and not getattr(module, "reads_other_rows", False)
 
 
-class _Unit:
+class _SwitchedModule:
     """A module that may compute on local tensors; kept with the module's replaced forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -74,22 +74,24 @@ class _Unit:
         self.contents: _Contents | None = None  # of the latest inspection
         self.last: Callable[[], _LocalCall | None] = lambda: None  # a weak reference to the last call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
-        """A copy without `contents`, since the module's parameters may have no memory between calls."""
-        memo[id(self)] = copied = _Unit(copy.deepcopy(self.module, memo), self.forward)
-        copied.forward = copy.deepcopy(self.forward, memo)
-        return copied
+    def __getstate__(self) -> tuple[nn.Module, Callable[..., Any]]:
+        """Copied and pickled without `contents`, since the module's parameters may have no memory between calls."""
+        return self.module, self.forward
+
+    def __setstate__(self, state: tuple[nn.Module, Callable[..., Any]]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
 
 class _Contents:
-    """An inspection of a unit: the modules and parameters within. Kept from call to call, since an inspection takes as
-    long as several ops.
+    """An inspection of a switched module: the modules and parameters within.
+
+    Kept from call to call, since an inspection takes as long as several ops.
     """
 
-    def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
+    def __init__(self, switched: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
         self.mesh, replicated = mesh, (Replicate(),) * ndim
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # parameter -> modules that hold it, names there
-        modules = [unit]
+        modules = [switched]
         for module in modules:  # the list grows meanwhile
             modules += filter(None, module._modules.values())
         for module in modules:
@@ -108,7 +110,7 @@ class _Contents:
         all_row_independent = all(
             type(module) is nn.ModuleList or is_row_independent(module) for module in self._modules
         )
-        # Whether the unit may compute on local tensors: all parameters are replicated, and no module has been altered.
+        # Whether local tensors may be used: all parameters are replicated, and no module has been altered.
         self.is_eligible = all_row_independent and all_replicated and not plain and self._is_bare()
 
     def _is_bare(self) -> bool:
@@ -118,7 +120,7 @@ class _Contents:
         return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
 
     def is_current(self, mesh: DeviceMesh) -> bool:
-        """Whether the unit is eligible and a new inspection would find the same. Quick, since every call asks."""
+        """Whether the module is eligible and a new inspection would find the same. Quick, since every call asks."""
         if not self.is_eligible or mesh is not self.mesh:
             return False
         entries = [*map(_flatten, self._tables)]
@@ -140,25 +142,25 @@ def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, 
 
 
 class _LocalCall:
-    """A call of a unit, and the tensors to unwrap for the call."""
+    """A call of a switched module, and the tensors to unwrap for the call."""
 
-    def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
-        self.unit, self.args, self.kwargs = unit, args, kwargs
+    def __init__(self, switched: _SwitchedModule, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
+        self.switched, self.args, self.kwargs = switched, args, kwargs
         self.mesh, self.placements, self.kind = x.device_mesh, x.placements, dtensor_spec(x)
         self.tensor_keys: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # as in `_Contents`
         self.operands: list[Tensor] = [x]  # x, the tensors at `tensor_keys`, the parameters
         self.locals: list[Tensor] = []  # the parameters' local tensors
-        # lone: no second call of the unit awaits backward. is_over: backward has reached the call's beginning.
+        # lone: no second call of the module awaits backward. is_over: backward has reached the call's beginning.
         self.lone, self.is_over = True, False
 
     def prepare(self) -> bool:
         """Find the operands. Returns whether the call may run on local tensors."""
         if not self._add_arguments():
             return False
-        contents = self.unit.contents
+        contents = self.switched.contents
         if contents is None or not contents.is_current(self.mesh):
-            contents = self.unit.contents = _Contents(self.unit.module, self.mesh, len(self.placements))
+            contents = self.switched.contents = _Contents(self.switched.module, self.mesh, len(self.placements))
         self.users, self.locals = contents.users, contents.locals
         self.operands += self.users
         return contents.is_eligible
@@ -190,7 +192,7 @@ class _LocalCall:
         return tuple([each.detach() for each in (*locals_, *self.locals)])
 
     def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
-        """Run the unit's forward on local tensors: x and the remaining operands.
+        """Run the module's forward on local tensors: x and the remaining operands.
 
         Drops the references to the operands, which backward must not keep alive.
         """
@@ -204,7 +206,7 @@ class _LocalCall:
                 kwargs[key] = local
         try:
             self._place(locals_[len(self.tensor_keys) :])
-            output: Tensor = self.unit.forward(*args, **kwargs)
+            output: Tensor = self.switched.forward(*args, **kwargs)
             return output
         finally:
             self._place(self.users)
@@ -262,25 +264,25 @@ def _gradient_layout(rows: Layout) -> Layout:
     return Layout(rows.mesh, {axis: Partial() for axis, size in axes if size > 1 and rows[axis] == Shard(0)})
 
 
-def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
-    """The new forward of a unit: on local tensors if the call allows, else the module's own forward."""
+def _forward(switched: _SwitchedModule, *args: Any, **kwargs: Any) -> Any:
+    """The new forward of a module: on local tensors if the call allows, else the module's own forward."""
     x = args[0] if args else None
     if (
         isinstance(x, DTensor)
         and not is_compiling()
         and all(each.is_replicate() or each.is_shard(0) for each in x.placements)
     ):
-        call = _LocalCall(unit, args, kwargs, x)
+        call = _LocalCall(switched, args, kwargs, x)
         if call.prepare():
             return _compute_locally(call, x)
-    return unit.forward(*args, **kwargs)
+    return switched.forward(*args, **kwargs)
 
 
 def _compute_locally(call: _LocalCall, x: DTensor) -> DTensor:
-    """The unit's output as a DTensor, computed on local tensors."""
+    """The module's output as a DTensor, computed on local tensors."""
     if not torch.is_grad_enabled():
         return _wrap_output(call.run(*call.unwrap()), x)
-    previous, call.unit.last = call.unit.last(), weakref.ref(call)
+    previous, call.switched.last = call.switched.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
     output: DTensor = apply_function(_Wrap, x, call.run(*apply_function(_Unwrap, call, *call.operands)))

@@ -16,7 +16,7 @@ from weft.mesh import ProcessMesh
 from weft.reshard import distribute, exact_sums
 from weft.reshard.extension import as_process_mesh, exact_axes, mark_exact, mesh_argument, separate_use, this_rank
 
-from ..exact import check_exact, check_shared, in_words
+from ..exact import check_exact, check_shared, check_ulysses, in_words
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
@@ -116,6 +116,8 @@ def _lay_out_on(
     if in_stage is None:
         for module_plan in context_plans:
             check_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
+            if exact is not None and module_plan.plan.context == "ulysses":
+                check_ulysses(exact)
         if exact is not None:
             _check_exact_on(model, mesh, styles_of(model, module_plans), exact)
     if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
@@ -147,7 +149,7 @@ def _lay_out_on(
             hook_tensor_parallel(model, module_plan, with_prepared_output)
     hook_experts(model, mesh, module_plans)
     for module_plan in context_plans:
-        hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
+        hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan, module_plan.name)
     hook_preparations(model, module_plans, mesh)
     # Weights may wait only where a product's operand is the parameter, not its local tensor. And `exact` takes sums
     # over rows op by op.
@@ -259,11 +261,19 @@ def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
 def with_exact_sums(
     function: Callable[Concatenate[nn.Module, Parameters], Result],
 ) -> Callable[Concatenate[nn.Module, Parameters], Result]:
-    """Decorator for a function whose first argument is a parallel model: sums inside follow the plan's `exact`."""
+    """Decorator for a function whose first argument is a parallel model: sums inside follow the plan's `exact`.
+
+    Also marks parameters with the plan's `exact`, for clipping and optimizers: `to_empty()`, `to()` and `lora` make
+    further parameters after `parallelize`.
+    """
 
     @wraps(function)
     def call(model: nn.Module, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with exact_sums(exact_of_model(model)):
+        exact = exact_of_model(model)
+        if exact is not None:
+            for parameter in model.parameters():
+                mark_exact(parameter, exact)
+        with exact_sums(exact):
             return function(model, *args, **kwargs)
 
     return call

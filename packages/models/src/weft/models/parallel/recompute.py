@@ -100,10 +100,12 @@ def replace_forward(module: nn.Module, change: Callable[[Callable[..., Any]], Ca
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model, or a module within it, runs as compiled by torch.compile."""
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or _COMPILED in vars(module)
-        for module in model.modules()
-    )
+    modules = [model]
+    for module in modules:  # the list grows meanwhile; `model.modules()` would make every name
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or _COMPILED in vars(module):
+            return True
+        modules += filter(None, module._modules.values())
+    return False
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

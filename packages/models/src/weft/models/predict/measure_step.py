@@ -15,7 +15,7 @@ from ..config import ModelConfig
 from ..families import FAMILIES, make_model
 from ..initialization import initialize
 from ..parallel import parallelize
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..step.find_gradients import find_gradients
 from ..step.record import StepShape
 from .chip import Chip

@@ -15,7 +15,7 @@ from .bounds import layers_of_stages
 from .chip import Chip
 from .events import Compute, Event, Segment, Start, Trace, Wait
 from .price import collective_seconds, product_bytes
-from .program import Loop, Piece, Pieces
+from .program import Loop, Pieces, PricedSegment
 from .timeline import PARTS, Clocks, Part, Span, Timeline
 
 Parts = tuple[float, ...]  # seconds by part, in the order of `timeline.PARTS`
@@ -193,7 +193,7 @@ class _Prices:
         }
         self._of_action: dict[tuple[Kind, int, int], Parts] = {}
         self._of_work: dict[tuple[Kind, bool, tuple[tuple[tuple[int, ...], int], ...]], Parts] = {}
-        self._halves: dict[tuple[int, Kind], Piece] = {}
+        self._halves: dict[tuple[int, Kind], PricedSegment] = {}
 
     def of_action(self, kind: Kind, stage: int, microbatch: int) -> Parts:
         """Seconds of an action. microbatch: of the trace."""
@@ -255,7 +255,7 @@ class _Prices:
         if after:
             yield after, 1
 
-    def _piece(self, index: int, kind: Kind) -> Piece:
+    def _piece(self, index: int, kind: Kind) -> PricedSegment:
         """The priced operations of a segment; for the kinds I and W, of that half of a backward."""
         key = index, kind
         if key not in self._halves:

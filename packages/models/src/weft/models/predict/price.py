@@ -26,7 +26,7 @@ _ITEMSIZES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class CollectivePrice:
     """A collective's price."""
 
     seconds: float  # without further traffic on the links
@@ -137,7 +137,7 @@ def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) ->
 
 
 @lru_cache(maxsize=65536)
-def transfer(start: Start, chip: Chip, *, world: int | None = None) -> Transfer:
+def transfer(start: Start, chip: Chip, *, world: int | None = None) -> CollectivePrice:
     """The price of a collective, from a rank's received bytes, by the chip's measured rate of the kind or as follows.
 
     The group uses the levels of `chip.levels_of`. world: ranks in the run.
@@ -149,14 +149,14 @@ def transfer(start: Start, chip: Chip, *, world: int | None = None) -> Transfer:
     counts. An all-to-all sends to all peers side by side: a latency for each level.
     """
     if start.size <= 1 or start.kind == "send":
-        return Transfer(0.0, None)
+        return CollectivePrice(0.0, None)
     levels = chip.levels_of(start.size, start.stride, world=world)
     measured = chip.collectives.get(start.kind)
     if measured is not None:
-        return Transfer(measured.time(start.nbytes), levels[-1][0])
+        return CollectivePrice(measured.time(start.nbytes), levels[-1][0])
     if start.kind in ("recv", "send-recv"):
         level = levels[-1][0]
-        return Transfer(level.latency + start.nbytes / level.speed(2), level)
+        return CollectivePrice(level.latency + start.nbytes / level.speed(2), level)
     if start.kind == "all-to-all":
         return _direct(start, levels)
     inside, slowest, seconds = 1, levels[0][0], 0.0
@@ -173,10 +173,10 @@ def transfer(start: Start, chip: Chip, *, world: int | None = None) -> Transfer:
         tree += (members - 1 if is_innermost else math.log2(members)) * level.latency
         outside *= members
     latency = 2 * min(ring, tree) if start.kind == "all-reduce" else ring
-    return Transfer(latency + seconds, slowest)
+    return CollectivePrice(latency + seconds, slowest)
 
 
-def _direct(start: Start, levels: Sequence[tuple[Level, int]]) -> Transfer:
+def _direct(start: Start, levels: Sequence[tuple[Level, int]]) -> CollectivePrice:
     """An all-to-all: each level carries the bytes of the peers outside the level below."""
     from_each = start.nbytes / (start.size - 1)
     inside, latency = 1, 0.0
@@ -188,7 +188,7 @@ def _direct(start: Start, levels: Sequence[tuple[Level, int]]) -> Transfer:
             slowest, seconds = level, of_level
         latency += level.latency
         inside *= members
-    return Transfer(latency + seconds, slowest)
+    return CollectivePrice(latency + seconds, slowest)
 
 
 def fuse(events: Sequence[Event]) -> Iterator[Event]:

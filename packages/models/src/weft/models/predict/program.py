@@ -17,7 +17,7 @@ _PART_OF_KIND = {"product": 0, "attention": 1, "memory": 2, "optimizer": 3}  # p
 Form = tuple[str, str, int]  # kind, group and bytes of a collective
 
 
-class Operation(NamedTuple):
+class PricedEvent(NamedTuple):
     """An event with the price."""
 
     event: Event
@@ -31,10 +31,10 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PricedSegment:
     """The operations of a segment, in order."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[PricedEvent, ...]
     where: str = ""  # as in `timeline.Span`
 
 
@@ -42,7 +42,7 @@ class Piece:
 class Loop:
     """Pieces and inner loops, run `copies` times in order."""
 
-    items: tuple[Piece | Loop, ...]
+    items: tuple[PricedSegment | Loop, ...]
     copies: int
 
 
@@ -59,14 +59,14 @@ def make_program(
     segments, times: of a `Trace`. compiled, world: as for `estimate`.
     """
     pieces = Pieces(segments, times, chip, compiled=compiled, world=world)
-    items: list[Piece | Loop] = []
+    items: list[PricedSegment | Loop] = []
     for microbatch, group in groupby(segments, lambda segment: segment.microbatch):
         inner = tuple(_loops_over_blocks(list(group), pieces))
         items.append(Loop(inner, times[microbatch] if microbatch >= 0 else 1))
     return Loop(tuple(items), 1)
 
 
-def _loops_over_blocks(segments: Sequence[Segment], pieces: Pieces) -> Iterator[Piece | Loop]:
+def _loops_over_blocks(segments: Sequence[Segment], pieces: Pieces) -> Iterator[PricedSegment | Loop]:
     for copies, group in _in_turns(segments):
         yield Loop(tuple(map(pieces.of, group)), copies)
 
@@ -92,7 +92,7 @@ class Pieces:
         self._chip, self._compiled, self._world = chip, compiled, world
         self._host = 0.0 if compiled else chip.host_seconds
         self._crowding = chip.crowding if (world or 1) > 1 else 1.0
-        self._prices: dict[Compute, Operation] = {}
+        self._prices: dict[Compute, PricedEvent] = {}
         self._forms = {
             event.number: (event.kind, event.group, event.nbytes)
             for segment in segments
@@ -101,25 +101,25 @@ class Pieces:
         }
         self._ahead = set(_forms_ahead(segments, times, self._forms))
 
-    def of(self, segment: Segment) -> Piece:
+    def of(self, segment: Segment) -> PricedSegment:
         events = fuse(segment.events) if self._compiled else segment.events
         where = segment.phase if segment.microbatch < 0 else f"{segment.phase} of microbatch {segment.microbatch}"
-        return Piece(tuple(map(self._operation, events)), where)
+        return PricedSegment(tuple(map(self._operation, events)), where)
 
-    def _operation(self, event: Event) -> Operation:
+    def _operation(self, event: Event) -> PricedEvent:
         if isinstance(event, Compute):
             known = self._prices.get(event)
             if known is None:
                 part = _PART_OF_KIND[event.kind]
                 seconds, host = seconds_of(event, self._chip), event.num_launches * self._host
-                known = Operation(event, seconds * self._crowding, host * self._crowding, part)
+                known = PricedEvent(event, seconds * self._crowding, host * self._crowding, part)
                 self._prices[event] = known
             return known
         if isinstance(event, Start):
             price = transfer(replace(event, number=0, module=""), self._chip, world=self._world)
             host = 0.0 if self._chip.threads is not None else self._host  # on a CPU measured with the collective
-            return Operation(event, price.seconds, host, level=price.level, ahead=self._form_ahead(event.number))
-        return Operation(event, ahead=self._form_ahead(event.number))
+            return PricedEvent(event, price.seconds, host, level=price.level, ahead=self._form_ahead(event.number))
+        return PricedEvent(event, ahead=self._form_ahead(event.number))
 
     def _form_ahead(self, number: int) -> Form | None:
         form = self._forms.get(number)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from .chip import Chip
 from .events import Compute, Start, Trace
 from .network import Job, Network
-from .program import Form, Loop, Operation, Piece, make_program
+from .program import Form, Loop, PricedEvent, PricedSegment, make_program
 
 Part = Literal["products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host"]
 PARTS: tuple[Part, ...] = ("products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host")
@@ -90,7 +90,7 @@ def time_step(
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _ClockState:
     """The state of `Clocks` between two copies of a loop."""
 
     device: float
@@ -112,14 +112,14 @@ class Clocks:
         self._parts = [0.0] * len(PARTS)
         self._network = Network()
         self._jobs: dict[int, Job] = {}  # by number of the collective, the job last started
-        self._ahead: dict[Form, deque[Job]] = {}  # by `Operation.ahead`, jobs not yet awaited
+        self._ahead: dict[Form, deque[Job]] = {}  # by `PricedEvent.ahead`, jobs not yet awaited
         self._where = ""
         self._spans: list[Span] = []
         self._repeated: list[Repeated] = []
 
-    def run(self, program: Loop | Piece) -> None:
+    def run(self, program: Loop | PricedSegment) -> None:
         """Run a program after all earlier programs."""
-        if isinstance(program, Piece):
+        if isinstance(program, PricedSegment):
             self._where = program.where
             for operation in program.operations:
                 self._perform(operation)
@@ -152,7 +152,7 @@ class Clocks:
 
     # -- operations
 
-    def _perform(self, operation: Operation) -> None:
+    def _perform(self, operation: PricedEvent) -> None:
         event = operation.event
         if isinstance(event, Compute):
             self._compute(operation, event)
@@ -166,7 +166,7 @@ class Clocks:
                 if end > self.device:
                     self._idle(end, _COMMUNICATION)
 
-    def _compute(self, operation: Operation, event: Compute) -> None:
+    def _compute(self, operation: PricedEvent, event: Compute) -> None:
         self._issue(operation.host_seconds)
         begin = self.device
         self.device = end = self._network.work(begin, operation.seconds)
@@ -175,7 +175,7 @@ class Clocks:
             name = event.name if event.part == "forward" else f"{event.name} {event.part}"
             self._spans.append(Span(DEVICE, name, event.module, self._where, PARTS[operation.part], begin, end))
 
-    def _start(self, operation: Operation, event: Start) -> None:
+    def _start(self, operation: PricedEvent, event: Start) -> None:
         if self._is_cpu:
             self._issue(operation.host_seconds)
             ready = self.device
@@ -223,9 +223,9 @@ class Clocks:
                     done, followed = done + skipped, 0
                     states = [self._state()]
 
-    def _state(self) -> _State:
+    def _state(self) -> _ClockState:
         self._network.advance(self.device)
-        return _State(
+        return _ClockState(
             self.device,
             self._host,
             self._network.now,
@@ -235,7 +235,7 @@ class Clocks:
             list(self._parts),
         )
 
-    def _jump(self, states: Sequence[_State], most: int, since: int) -> int:
+    def _jump(self, states: Sequence[_ClockState], most: int, since: int) -> int:
         """Add up to `most` copies equal to the last copy, without following the copies. Returns their number.
 
         Copies stop being equal where the host's lead over the device, or a group's backlog, shrinks to nothing. Only
@@ -264,7 +264,7 @@ class Clocks:
         return copies
 
 
-def _is_steady(states: Sequence[_State]) -> bool:
+def _is_steady(states: Sequence[_ClockState]) -> bool:
     """Whether the last two copies took equally long, and changed each group's backlog by the same amount.
 
     Not if a copy starts more collectives for later copies than it awaits, or fewer: then the job that a wait is for

@@ -38,7 +38,7 @@ SLOTS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
-    """A unit of a rank's work: the forward or backward of a microbatch on a stage."""
+    """A part of a rank's work: the forward or backward of a microbatch on a stage."""
 
     kind: Kind  # F: forward. B: backward. Or the halves of a backward: I, the input gradient; W, the weight gradients.
     stage: int  # from 0, over the whole pipeline, in the order of data

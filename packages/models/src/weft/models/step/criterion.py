@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import has_data, weigh_targets
 from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
-from weft.reshard.extension import exact_axes, tensors_of, wrap
+from weft.reshard.extension import exact_axes, wrap
 
 from ..losses import IGNORE_INDEX
-from ..parallel.pipeline.run import Microbatch, Pipeline
+from ..parallel.pipeline.step import Microbatch
 from .router import RouterLosses
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
@@ -39,9 +39,7 @@ Criterion = Callable[..., Any]  # (output, targets) -> a scalar, or a `LossWithP
 _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
-def weight_criterion(
-    criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
-) -> Criterion:
+def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor) -> Criterion:
     """The criterion for a step's microbatches: the losses of microbatches and ranks add up to the whole batch's loss.
 
     Called by `forward_backward` and `on_shapes`; `Trainer` takes `Outline.token_criterion`, with a known denominator.
@@ -57,13 +55,13 @@ def weight_criterion(
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
     if isinstance(criterion, RouterLosses):
-        weighted = weight_criterion(criterion.criterion, microbatches, targets, pipeline)
+        weighted = weight_criterion(criterion.criterion, microbatches, targets)
         return replace(criterion, criterion=weighted, microbatches=len(microbatches))
     parameters = _parameters(criterion)
     options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
     if "denominator" not in parameters:
         is_whole = len(microbatches) == 1 and not axes_sharding_tensor(microbatches[0].targets)
-        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in microbatches], pipeline)
+        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in microbatches])
     if options.get("reduction") == "sum" or options["denominator"] not in (None, inspect.Parameter.empty):
         return criterion
     weight = options.get("weight")
@@ -118,11 +116,10 @@ class ProbedCriterion:
     targets: of each microbatch; a call finds the microbatch by the identity of the targets.
     """
 
-    def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
+    def __init__(self, criterion: Criterion, targets: Sequence[Tensor]) -> None:
         self._criterion: Callable[..., Tensor] = criterion
-        self._targets, self._pipeline = targets, pipeline
+        self._targets = targets
         self._shares: Shares | None = None
-        self._reason: str | None = None  # why the criterion is refused; `raise_if_unweighted` tells all stages
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
@@ -132,12 +129,7 @@ class ProbedCriterion:
             loss = self._criterion(output, target) if len(self._targets) == 1 else None
             if loss is not None and not _is_averaged(loss):
                 return loss
-            if self._pipeline is None:
-                raise self._refusal(shares.reason)
-            self._reason = shares.reason
-            # Zero lets the step run to the end; `raise_if_unweighted` raises the error.
-            zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
-            return partial_loss(zero_loss, target)
+            raise self._refusal(shares.reason)
         if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not axes_sharding_tensor(target):
             return self._weighted_loss(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
@@ -146,18 +138,6 @@ class ProbedCriterion:
                 return loss
             output = reshard(output, placements=layout_of(target))
         return partial_loss(self._weighted_loss(output.to_local(), local_of(target), shares.own[number]), target)
-
-    def raise_if_unweighted(self) -> None:
-        """Raises ValueError, on all stages, if the last stage could not weight the criterion.
-
-        Called by `forward_backward` after the step.
-        Communication: with stages, the sum of a number.
-        """
-        if self._pipeline is None:
-            return
-        failed = torch.tensor(float(self._reason is not None), device=self._targets[0].device)
-        if self._pipeline.sum_over_stages(failed).item():
-            raise self._refusal(self._reason or "see the error of a rank of the last stage")
 
     def _weighted_loss(self, output: Any, target: Tensor, share: float) -> Tensor:
         """The criterion's loss times `share`.

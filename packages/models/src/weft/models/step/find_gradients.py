@@ -19,7 +19,8 @@ from weft.reshard.extension import exact_axes, with_fixed_parameters
 from ..losses import LossSum, first_gradient, without_graph
 from ..mixture_config import MixtureConfig
 from ..parallel.parallelize import pipeline_of, with_exact_sums
-from ..parallel.pipeline.run import Microbatch, Pipeline
+from ..parallel.pipeline.run import Pipeline
+from ..parallel.pipeline.step import Microbatch
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
@@ -73,6 +74,7 @@ def find_gradients(
     "backward": the plan's collectives in reverse, and full buckets of gradients;
     "gradients": the remaining buckets, gradients shared between pipeline stages, the norm, and under a pipeline the
     sum of the losses and the transfer of the sum to all stages.
+    Under a pipeline, an error of the model or the criterion on any rank ends the step on all ranks: each raises.
     """
     results: list[LossWithParts] = []
 
@@ -85,7 +87,10 @@ def find_gradients(
     pipeline, parameter = pipeline_of(model), next(model.parameters())
     loss_sum: LossSum | None = None
     if pipeline is not None:
-        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, call_context, after_phase)
+        error = pipeline.find_gradients(model, microbatches, loss_of, sync.paused, call_context, after_phase)
+        if error is not None:
+            sync.wait()
+            raise error
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         is_last = i + 1 == len(microbatches)
         with nullcontext() if is_last else sync.paused():
@@ -192,14 +197,16 @@ def find_loss(
     Communication: the model's forward and one sum of the losses; with stages also the messages between stages and a
     second sum, over "pp".
     """
+
+    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+        return split_loss(criterion(output, microbatch.targets)).loss
+
     pipeline, parameter = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), call_context():
         if pipeline is None:
-            outputs = [model(*each.args, **each.kwargs) for each in microbatches]
+            losses = [loss_of(model(*each.args, **each.kwargs), each) for each in microbatches]
         else:
-            outputs = pipeline.forward(model, microbatches)
-        pairs = zip(outputs, microbatches, strict=bool(outputs))  # only ranks of the last stage have outputs
-        losses = [split_loss(criterion(output, microbatch.targets)).loss for output, microbatch in pairs]
+            losses = pipeline.evaluate(model, microbatches, loss_of)
         total = LossSum(losses, parameter.device, parameter.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)
 

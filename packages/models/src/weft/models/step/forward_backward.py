@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.mesh import Layout, ProcessMesh, derive_key
+from weft.mesh import Layout, ProcessMesh, Replicate, derive_key
 from weft.reshard import GradientSync, exact_sums, layout_of
 from weft.reshard.extension import exact_axes, wrap
 
 from ..exact import check_laid_out, refuse_compiled
-from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
+from ..parallel.batch import OrderedPositions, check_batch_order, in_order, is_same_order, lay_out_batch, order_of
+from ..parallel.context import has_context_axis
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..parallel.recompute import is_compiled
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import link_positions_of_batch
-from .criterion import ProbedCriterion, weight_criterion
+from .criterion import weight_criterion
 from .exact_criterion import exact_criterion
 from .find_gradients import find_gradients
-from .router import RouterLosses
 
 _SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward
 
@@ -79,14 +80,10 @@ def forward_backward(
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
-    weighted = weight_criterion(criterion, batch, targets, pipeline)
+    weighted = weight_criterion(criterion, batch, targets)
     if exact is not None:
         weighted = exact_criterion(criterion, weighted, exact)
-    loss = find_gradients(model, weighted, batch, sync).loss
-    of_logits = weighted.criterion if isinstance(weighted, RouterLosses) else weighted
-    if isinstance(of_logits, ProbedCriterion):
-        of_logits.raise_if_unweighted()
-    return loss
+    return find_gradients(model, weighted, batch, sync).loss
 
 
 def divide_batch(
@@ -96,16 +93,28 @@ def divide_batch(
 
     Called by `forward_backward`, and by `record` on shapes.
     tokens, targets, inputs: as for `forward_backward`.
-    Raises ValueError unless `count` divides the rows, and inside `exact_sums` as `lay_out_batch`, and for several
-    microbatches of DTensors.
+    Raises ValueError, on every rank, unless `count` divides the rows of each rank, for rows that differ between stages,
+    for tokens sharded over "cp" without their order, for targets laid out in another order than the tokens, and inside
+    `exact_sums` as `lay_out_batch`, and for several microbatches of DTensors.
     """
     mesh_and_plan = mesh_and_plan_of(model)
-    rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
+    rows = tokens.shape[0]
+    if isinstance(tokens, DTensor):
+        of_ranks = _rows_of_ranks(layout_of(tokens), tuple(tokens.shape))
+        rows = next((each for each in of_ranks if count > 0 and each % count), of_ranks[0])
     if count < 1 or rows % count:
         of_all = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
         raise ValueError(
             f"{count} microbatches do not divide the batch of {rows} rows{of_all}; numbers that do: "
             f"{', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
+        )
+    if mesh_and_plan is not None and has_context_axis(mesh_and_plan[0]):
+        check_batch_order(tokens, inputs.get("positions"), mesh_and_plan[1])
+    order, of_targets = order_of(tokens), order_of(targets)
+    if order is not None and of_targets is not None and not is_same_order(order, of_targets):
+        raise ValueError(
+            "the tokens and the targets come from two calls of lay_out_batch, which cut the rows in two ways; give "
+            "tokens and targets of one batch"
         )
     exact = exact_axes()
     if exact is not None and isinstance(tokens, DTensor):
@@ -155,6 +164,20 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
         number_of_key = int(key.view(torch.int64)) % 2**64
         return torch.tensor(derive_key(number_of_key, "microbatch", number), dtype=torch.uint64, device=key.device)
     return derive_key(key, "microbatch", number)
+
+
+@lru_cache(maxsize=64)
+def _rows_of_ranks(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of rows that ranks have, each once: the same on every rank.
+
+    Raises ValueError for rows that differ between the stages of a pipeline.
+    """
+    if PIPELINE_AXIS in layout.mesh.axis_names and layout[PIPELINE_AXIS] != Replicate():
+        raise ValueError(
+            f"the tokens are ({layout}): all stages of a pipeline read the same rows; replicate the batch over "
+            f"{PIPELINE_AXIS!r}, as lay_out_batch does"
+        )
+    return tuple(dict.fromkeys(layout.local_shape(shape, rank)[0] for rank in layout.mesh))
 
 
 def _rows_of_microbatch(value: Any, number: int, count: int, shape: torch.Size) -> Any:

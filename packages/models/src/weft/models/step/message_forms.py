@@ -13,7 +13,8 @@ from weft.reshard.extension import differentiable
 from ..losses import first_gradient
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.pipeline.messages import form_of
-from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
+from ..parallel.pipeline.run import Pipeline
+from ..parallel.pipeline.step import Microbatch, run_backward
 from ..parallel.plan import exact_of, without_pipeline
 from ..parallel.resolve import module_plans_of
 from .alike import Representative, choose_representatives, copy_blocks, signature

@@ -24,7 +24,7 @@ from weft.reshard.extension import this_rank, wait_for, with_fixed_parameters, w
 
 from ..losses import IGNORE_INDEX
 from ..parallel.parallelize import pipeline_of
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..preference_losses import (
     PairLoss,
     check_judged_options,
@@ -241,16 +241,20 @@ def log_probabilities(
     pipeline, parameter = pipeline_of(model), next(model.parameters())
     wide = torch.promote_types(parameter.dtype, torch.float32)
     of_batch = torch.zeros(num_rows, num_documents, dtype=wide, device=parameter.device)
+
+    def add(output: Tensor, microbatch: Microbatch) -> Tensor:
+        targets: PreferenceTargets = microbatch.targets
+        sums = log_probabilities_of(output, targets, num_documents)
+        if _is_first_replica(sums, in_stage=pipeline is not None):
+            of_batch[targets.rows] = _local_rows(sums).to(wide)
+        return sums
+
     with torch.no_grad(), call_context():
         if pipeline is not None:
-            outputs: Any = pipeline.forward(model, microbatches)  # none but on ranks of the last stage
+            pipeline.evaluate(model, microbatches, add)
         else:
-            outputs = (model(*each.args, **each.kwargs) for each in microbatches)
-        for output, microbatch in zip(outputs, microbatches, strict=False):
-            targets: PreferenceTargets = microbatch.targets
-            sums = log_probabilities_of(output, targets, num_documents)
-            if _is_first_replica(sums, in_stage=pipeline is not None):
-                of_batch[targets.rows] = _local_rows(sums).to(wide)
+            for each in microbatches:
+                add(model(*each.args, **each.kwargs), each)
         if dist.is_initialized() and dist.get_world_size() > 1:
             wait_for(dist.all_reduce(of_batch, async_op=True))
     return of_batch

@@ -23,7 +23,7 @@ from ..parallel.parallelize import KNOWN_CUT, own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.cut import Cut
 from ..parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..parallel.plan import exact_of
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule

@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EVERY_SECONDS = 1.0  # between two looks at the store for the question of a roll call
 ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
 STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
-QUESTION, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
+QUESTION = "roll call"  # key in the store: how many questions were asked
 
 
 class Unanswered(RuntimeError):
@@ -52,7 +52,7 @@ class Unanswered(RuntimeError):
 
 
 class RollCall:
-    """Context with a thread that answers the first roll call of the run, once, with this rank's activity.
+    """Context with a thread that answers each roll call of the run with this rank's activity.
 
     Questions and answers go through the world's store. A stopped process does not answer.
     activity: returns this rank's activity in words, as "step 3, forward".
@@ -103,10 +103,10 @@ class RollCall:
 
     def _ask(self, seconds: float) -> Unanswered:
         """Ask through the store; see `call`."""
-        is_printed_here = self._store.add(CALLER, 1) == 1
-        self._store.set(QUESTION, "")
+        number = self._store.add(QUESTION, 1)
+        is_printed_here = number == 1
         end = time.monotonic() + ANSWER_SECONDS
-        while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
+        while len(answers := self._answers(number)) < self._ranks and time.monotonic() < end:
             time.sleep(0.1)
         silent = [rank for rank in range(self._ranks) if rank not in answers]
         own_activity = self._activity()
@@ -123,18 +123,21 @@ class RollCall:
             is_printed_here,
         )
 
-    def _answers(self) -> dict[int, str]:
-        """The answers received by now, by rank."""
-        keys = {rank: f"{QUESTION}/{rank}" for rank in range(self._ranks)}
+    def _answers(self, number: int) -> dict[int, str]:
+        """The answers received by now to a question, by rank."""
+        keys = {rank: f"{QUESTION}/{number}/{rank}" for rank in range(self._ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _answer(self) -> None:
-        """The thread of each rank: wait for a question, then write this rank's activity into the store."""
+        """The thread of each rank: wait for questions, and write this rank's activity into the store."""
+        answered = 0
         with suppress(RuntimeError):  # the store is gone because the run has ended
-            while not self._store.check([QUESTION]):
+            while True:
+                for number in range(answered, self._store.add(QUESTION, 0)):
+                    answered = number + 1
+                    self._store.set(f"{QUESTION}/{answered}/{self._rank}", self._activity())
                 if self._ended.wait(EVERY_SECONDS):
                     return
-            self._store.set(f"{QUESTION}/{self._rank}", self._activity())
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -173,13 +176,22 @@ def store_of_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Sto
     NAME too early and get an earlier attempt's name. To find out, the rank stores a random word under the key
     "<name>/here/<rank>". Rank 0 copies the word to "<name>/heard/<rank>", but only under the name it has drawn. Until
     the copy appears, the rank reads NAME again and stores its word under the name now found.
-    Raises RuntimeError if rank 0 does not answer within `timeout` seconds. On rank 0 the store's own timeout applies.
+    Raises RuntimeError if rank 0 does not answer within `timeout` seconds. On rank 0 the store's own timeout applies;
+    the error names all ranks that did not come.
     """
     if rank == 0:
         name = uuid.uuid4().hex
         store.set(NAME, name)
         for peer in range(1, ranks):
-            store.set(f"{name}/heard/{peer}", store.get(f"{name}/here/{peer}").decode())
+            try:
+                word = store.get(f"{name}/here/{peer}").decode()
+            except dist.DistError as error:
+                missing = [each for each in range(peer, ranks) if not store.check([f"{name}/here/{each}"])]
+                raise RuntimeError(
+                    f"{format_ranks(missing)} of {ranks} did not come to the start of the run within {timeout:g} s; "
+                    f"see the output of these processes"
+                ) from error
+            store.set(f"{name}/heard/{peer}", word)
         return PrefixStore(name, store)
     word, end = uuid.uuid4().hex, time.monotonic() + timeout
     while time.monotonic() < end:

@@ -260,7 +260,7 @@ class TrainConfig:
     compile: bool = False
     """Compile each block with torch.compile, from step 2 on; a CPU needs a C++ compiler for this."""
     profile: Annotated[Path | None, shown("FOLDER", "none")] = None
-    """Folder for traces of steps 3 to 5 by torch's profiler, a file per rank: rank-N.json."""
+    """Folder for traces of steps 3 to 5, in a resumed run after the checkpoint's, by torch's profiler: rank-N.json."""
     track: Annotated[tuple[TrackerName, ...], shown("{tensorboard,wandb}", "none")] = ()
     """Send the metrics also to tensorboard (in the run's folder) or to wandb (Weights & Biases)."""
     digests: int = 0

@@ -16,7 +16,7 @@ from ..data.examples.rows import ExampleBatches, TaskRows
 from ..parallel import lay_out_batch
 from ..parallel.batch import prepare_rows
 from ..parallel.parallelize import pipeline_of
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..step.forward_backward import divide_batch, link_positions
 from ..step.preference import PreferenceTargets
 from .explanation import Outline

@@ -119,7 +119,12 @@ def _join_world(run: Run, gpus: int) -> int:
         end_with_parent()
     from .agreement import meet
 
-    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus, **meet(run.config.timeout))
+    try:
+        world = meet(run.config.timeout)
+    except RuntimeError as error:
+        print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
+        return STOPPED
+    _train(run, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), gpus, **world)
     return 0
 
 

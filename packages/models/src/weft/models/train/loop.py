@@ -22,6 +22,7 @@ from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .agreement import RollCall, StopVote, describe_store_host, is_silence
 from .checkpoints import NotSaved, Saver
+from .config import PROFILED_FROM, PROFILED_STEPS
 from .digests import Against, header_of
 from .folder import CHECKPOINT
 from .measure import profiled
@@ -45,25 +46,18 @@ def train(run: Run, device: torch.device) -> int:
     is larger than rounding explains; and if prepared data does not match the checksums. Raises Unanswered if a
     collective does not finish within the run's timeout.
     """
-    paths: list[Any] = [run.folder, run.origin, run.reference]
-    # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
-    # searched for the last checkpoint by itself.
-    dist.broadcast_object_list(paths, src=0)
-    run = dataclasses.replace(run, folder=paths[0], origin=paths[1], reference=paths[2])
-    if run.config.data.verify and run.corpus.is_prepared:
-        _check_data(run.corpus)
-    try:
-        trainer = Trainer(run, device)
-    except ValueError as error:
-        if run.origin is None:
-            raise
-        raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
-    with (
-        RollCall(lambda: trainer.activity, describe_store_host()) as roll,
-        Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
-    ):
+    trainers: list[Trainer] = []
+
+    def activity() -> str:
+        return trainers[0].activity if trainers else "the start of the run"
+
+    with RollCall(activity, describe_store_host()) as roll:
         try:
-            return _run(run, device, trainer, results)
+            run = _with_paths_of_rank_0(run)
+            trainers.append(_make_trainer(run, device))
+            writes = trainers[0].rank == 0
+            with Results(run.folder, writes=writes, tokenizer=run.corpus.tokenizer) as results:
+                return _run(run, device, trainers[0], results)
         except (NotSaved, NotWritten) as error:
             raise TrainingError(str(error)) from error
         except TrainingError:
@@ -72,6 +66,29 @@ def train(run: Run, device: torch.device) -> int:
             if is_silence(error):
                 raise roll.call(run.config.timeout) from error
             raise
+
+
+def _with_paths_of_rank_0(run: Run) -> Run:
+    """The run with rank 0's folders: without --output each rank has named the folder by its own clock, and with --from
+    each has searched for the last checkpoint by itself.
+
+    Communication: a broadcast.
+    """
+    paths: list[Any] = [run.folder, run.origin, run.reference]
+    dist.broadcast_object_list(paths, src=0)
+    return dataclasses.replace(run, folder=paths[0], origin=paths[1], reference=paths[2])
+
+
+def _make_trainer(run: Run, device: torch.device) -> Trainer:
+    """The trainer, after a check of prepared data. Raises TrainingError for wrong data, and for unusable weights."""
+    if run.config.data.verify and run.corpus.is_prepared:
+        _check_data(run.corpus)
+    try:
+        return Trainer(run, device)
+    except ValueError as error:
+        if run.origin is None:
+            raise
+        raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
 
 
 def find_parameter_layouts(trainer: Trainer) -> list[ParameterLayout]:
@@ -129,6 +146,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         against = _begin_digests(run, trainer, results, first_step)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    check_profile(run, first_step)
     report.print_lines(saver.take_notes())
     if damaged:
         report.print_line(f"set aside, as damaged: {', '.join(map(str, damaged))}")
@@ -188,6 +206,16 @@ def _save_user_model(run: Run, results: Results, saver: Saver) -> Path:
         saver.save(run.config.steps, results.logged)
         saver.wait()
     return folder
+
+
+def check_profile(run: Run, first_step: int) -> None:
+    """Raise TrainingError where --profile would trace nothing, since few steps are left after `first_step` steps."""
+    left, needed = run.config.steps - first_step, PROFILED_FROM + PROFILED_STEPS - 1
+    if run.config.profile is not None and left < needed:
+        raise TrainingError(
+            f"--profile traces steps {PROFILED_FROM} to {needed} of this process, and {left} of {run.config.steps} "
+            f"steps are left after step {first_step}; raise --steps to {first_step + needed}, or leave out --profile"
+        )
 
 
 def _begin_digests(run: Run, trainer: Trainer, results: Results, first_step: int) -> Against | None:

@@ -15,7 +15,7 @@ from ..data.batches import Batches
 from ..data.examples.rows import ExampleBatches
 from ..data.examples.source import ExampleMixture, Examples
 from ..exact import fitting_part
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..step.criterion import Criterion
 from .explanation import Outline
 from .feed import AnyBatches, Feed, Share

@@ -17,7 +17,16 @@ from ..data.examples.source import NOUNS
 from ..terminal import printable
 from .feed import Share
 from .reference import ModelReference, Scorer
-from .reference_table import TABLE, find_data_file, find_identities, read_table, run_identity, sources_of, write_table
+from .reference_table import (
+    TABLE,
+    find_data_file,
+    find_identities,
+    read_table,
+    run_identity,
+    share_table,
+    sources_of,
+    write_table,
+)
 from .run import Run
 
 PrintLine = Callable[[str], None]
@@ -45,7 +54,7 @@ class PrecomputedReference:
             folder for the reference, the model in the folder is loaded for this call instead.
         print_line: prints on rank 0.
         Communication: as `find_identities`, a broadcast of the table and, where numbers are missing, as `Scorer.score`
-        for each batch of rows; for a resumed run a broadcast of the table.
+        for each batch of rows and a second broadcast; for a resumed run a broadcast of the table.
         Raises ValueError and OSError on every rank; ValueError for numbers that are not finite, and for a copy that
         cannot be used.
         """
@@ -63,7 +72,7 @@ class PrecomputedReference:
 
     def _fill(self, scorer: Scorer, print_line: PrintLine) -> None:
         """Fill the table of a new run, and write the missing files beside the data."""
-        is_class = self._run.config.model_class is not None  # whose code may change the numbers: nothing is kept
+        is_class = self._run.config.model_class is not None  # the class's code may change: nothing is kept
         identities = None if is_class else find_identities(self._run)
         missing = list(range(len(self._sources)))
         if identities is not None:
@@ -77,9 +86,11 @@ class PrecomputedReference:
         self._compute(scorer, missing)
         noun = f"{sum(len(self._sources[each]) for each in missing):,} {NOUNS[self._run.config.task]}s"
         print_line(f"log-probabilities of {noun} under the reference: computed in {time.perf_counter() - start:.0f} s")
-        if identities is not None and dist.get_rank() == 0:
-            for each in missing:
-                print_line(self._keep(paths[each], identities[each], self._part(each)))
+        if identities is not None:
+            if dist.get_rank() == 0:
+                for each in missing:
+                    print_line(self._keep(paths[each], identities[each], self._part(each)))
+            self._broadcast()  # the numbers of another run, where one was faster
 
     def _read_files(self, paths: Sequence[Path], identities: Sequence[str], print_line: PrintLine) -> list[int]:
         """Read the files beside the data, on rank 0. Returns the numbers of the sources without a usable file."""
@@ -99,18 +110,24 @@ class PrecomputedReference:
         return found[0]
 
     def _keep(self, path: Path, identity: str, table: Tensor) -> str:
-        """Write a file beside the data. Returns the line to print, also where the file cannot be written."""
+        """Write a file beside the data, or read the file that another run has kept by now into `table`.
+
+        Returns the line to print, also where the file cannot be written.
+        """
+        shown = printable(str(path))
         try:
-            write_table(path, identity, table)
+            is_own = share_table(path, identity, table)
         except OSError as error:
             return (
-                f"{printable(str(path))} cannot be written ({error.strerror}): the log-probabilities are kept in "
+                f"{shown} cannot be written ({error.strerror}): the log-probabilities are kept in "
                 f"{printable(str(self._run.folder / TABLE))} for this run alone, and another run computes them again"
             )
-        return f"kept beside the data for later runs: {printable(str(path))}"
+        if is_own:
+            return f"kept beside the data for later runs: {shown}"
+        return f"another run has computed them in the meantime; its numbers are taken: {shown}"
 
     def _compute(self, scorer: Scorer, missing: Sequence[int]) -> None:
-        """Compute the parts of the table of these sources.
+        """Compute the rows of the table for the sources `missing`.
 
         Communication: as `Scorer.score`. Raises ValueError, on every rank, for numbers that are not finite.
         """
@@ -153,7 +170,7 @@ class PrecomputedReference:
         self._table = table.cpu()
 
     def _read_copy(self, path: Path) -> None:
-        """Read a run's copy into the table. Raises ValueError if it is missing, damaged or of other data."""
+        """Read `TABLE` of a run into the table. Raises ValueError for a missing, damaged or foreign file."""
         try:
             read_table(path, run_identity(self._run.config, self._run.corpus.sha256), self._table)
         except (OSError, ValueError) as error:

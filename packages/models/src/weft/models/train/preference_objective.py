@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.examples.rows import Counts, ExampleBatches
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.step import Microbatch
 from ..preference_losses import kl_of
 from ..step.criterion import Criterion
 from ..step.preference import DPOCriterion, KTOCriterion

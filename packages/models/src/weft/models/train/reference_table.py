@@ -1,7 +1,8 @@
-"""The files of a precomputed reference: a source's log-probabilities, and an identity of weights, examples and dtype.
+"""The files of a precomputed reference (precomputed.py): log-probabilities under an identity, a SHA-256.
 
-A file is beside the data, for all runs, under a name made of the identity. `TABLE` in the run's folder is the run's own
-copy, for `--resume`.
+A file beside the data, for all runs, has the log-probabilities of a source; `find_identities` gives the identity, and
+the identity gives the file's name. `TABLE` in a run's folder has the log-probabilities of all the run's sources, for
+`--resume`; `run_identity` gives the identity.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..checkpoint.adapter_config import base_folder, is_adapter_folder
 from ..checkpoint.huggingface import attempt
 from ..data.examples.source import ExampleMixture, Examples
 from ..data.manifest import file_sha256
-from ..documents import read_plain, write_shared
+from ..documents import read_plain, write_first, write_shared
 from .config import TrainConfig
 from .run import Run
 from .saved_run import as_json
 
 TABLE = "reference.npy"  # in the run's folder
-_FORMAT = 1  # of the files, and of the computing: raise it where either changes
+_FORMAT = 1  # a number in every identity; raise the number when the files or the computing change
 
 
 def sources_of(data: Examples | ExampleMixture) -> list[Examples]:
-    """The sources of a run's examples, in the order in which examples are numbered."""
+    """The sources of a run's examples, in the order of the table: a source's rows follow the previous source's rows."""
     return [source for source, _ in data.parts] if isinstance(data, ExampleMixture) else [data]
 
 
@@ -66,13 +67,16 @@ def find_identities(run: Run) -> list[str]:
 
 
 def run_identity(config: TrainConfig, data_sha256: str) -> str:
-    """The identity in the run's own copy: of options and data that a resumed run cannot change."""
-    what = [data_sha256, config.task, config.data.sequence_length, str(config.reference_from)]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    """The identity in `TABLE`: a SHA-256 of the options and data that must be equal in a resumed run.
+
+    data_sha256: the checksum of the run's data.
+    """
+    content = [data_sha256, config.task, config.data.sequence_length, str(config.reference_from)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def read_table(path: Path, identity: str, table: Tensor) -> None:
-    """Read a file into `table` [examples, segments] float32.
+    """Read a file into `table`: float32 [examples, segments], with a segment for each text of an example.
 
     Raises FileNotFoundError for a missing file, and ValueError or OSError for a file that is damaged, of another
     identity or of another size.
@@ -82,15 +86,42 @@ def read_table(path: Path, identity: str, table: Tensor) -> None:
         raise ValueError("it was changed after it was written")
     if parts[0] != identity.encode():
         raise ValueError("it was computed for other data or another reference")
-    table.copy_(torch.from_numpy(np.load(io.BytesIO(parts[2]), allow_pickle=False)))
+    found = torch.from_numpy(np.load(io.BytesIO(parts[2]), allow_pickle=False))
+    if found.shape != table.shape:
+        raise ValueError(f"it has {list(found.shape)} numbers, and the data {list(table.shape)}")
+    table.copy_(found)
 
 
 def write_table(path: Path, identity: str, table: Tensor) -> None:
     """Write a file, complete or not at all, even while other runs write the same file. Raises OSError."""
+    write_shared(path, _content_of(identity, table))
+
+
+def share_table(path: Path, identity: str, table: Tensor) -> bool:
+    """Write a file unless another run has written it by now, whose numbers then replace those in `table`.
+
+    So all runs take the numbers of the first, from which their own may differ by rounding. Returns whether the file has
+    this run's numbers. A damaged file is replaced. Raises OSError for a file that cannot be written.
+    """
+    content = _content_of(identity, table)
+    try:
+        write_first(path, content)
+        return True
+    except FileExistsError:
+        pass
+    try:
+        read_table(path, identity, table)
+    except (OSError, ValueError):
+        write_shared(path, content)
+        return True
+    return _content_of(identity, table) == content
+
+
+def _content_of(identity: str, table: Tensor) -> bytes:
     content = io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     digest = hashlib.sha256(content.getvalue()).hexdigest()
-    write_shared(path, b"\n".join((identity.encode(), digest.encode(), content.getvalue())))
+    return b"\n".join((identity.encode(), digest.encode(), content.getvalue()))
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -122,7 +153,7 @@ def _sums_by_all_ranks(functions: Sequence[Callable[[], str]]) -> list[str]:
 
 
 def _examples_sha256(source: Examples) -> str:
-    """The SHA-256 of a source's examples as tokenized, and of where they are cut."""
+    """The SHA-256 of a source's examples as tokenized, of the length of the cut, and of the examples kept."""
     digest = hashlib.sha256(f"{source.length} {len(source)}\n".encode())
     for part in source.parts:
         arrays = part.arrays

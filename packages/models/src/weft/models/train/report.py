@@ -55,16 +55,17 @@ class Metrics:
     balance: float | None = None  # the balance loss, before its coefficient; None without experts
     z: float | None = None  # the routers' mean squared logsumexp; None without experts
     busiest_expert: float | None = None  # tokens of a layer's busiest expert over the mean, of the worst layer
-    rewards_chosen: float | None = None  # mean implicit reward of chosen answers, or of desirable completions
-    rewards_rejected: float | None = None  # of rejected answers, or of undesirable completions
-    rewards_margin: float | None = None  # rewards_chosen - rewards_rejected
+    # mean implicit reward of chosen answers, or of a step's desirable completions; None without any
+    rewards_chosen: float | None = None
+    rewards_rejected: float | None = None  # of rejected answers, or of undesirable completions; None without any
+    rewards_margin: float | None = None  # rewards_chosen - rewards_rejected; None without one of the two
     rewards_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward; None for kto
     kl: float | None = None  # kto's divergence of the model from the reference; None for dpo
     # e**held_out_loss, at most e**700, near the largest float; None for dpo and kto, whose losses are of no tokens
     perplexity: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.held_out_loss is not None and self.rewards_margin is None:
+        if self.held_out_loss is not None and self.rewards_margin is None and self.kl is None:
             object.__setattr__(self, "perplexity", math.exp(min(self.held_out_loss, 700)))
 
     def __str__(self) -> str:
@@ -86,6 +87,9 @@ class Metrics:
         if self.rewards_margin is not None:
             accuracy = "" if self.rewards_accuracy is None else f" (accuracy {self.rewards_accuracy:.0%})"
             shown.insert(2, f"margin {self.rewards_margin:.4f}{accuracy}")
+        rewards = self.rewards_chosen, self.rewards_rejected
+        if rewards != (None, None):
+            shown.insert(2, "rewards " + "/".join("none" if each is None else f"{each:.4f}" for each in rewards))
         if self.held_out_loss is not None:
             perplexity = "" if self.perplexity is None else f" (perplexity {self.perplexity:.4g})"
             shown.insert(1, f"held out {self.held_out_loss:.4f}{perplexity}")
@@ -102,9 +106,8 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     layout: Layout | None  # None if unsharded, on a single process
-    stage_rank: int | None = (
-        None  # coordinate of the ranks on "pp"; None without a pipeline, or for the table of one stage
-    )
+    # Coordinate of the ranks on "pp"; None without a pipeline, or for the table of a single stage.
+    stage_rank: int | None = None
 
 
 class Report:

@@ -137,7 +137,7 @@ class Results:
     def _add(self, metrics: Metrics) -> None:
         values = dataclasses.asdict(metrics)
         for names in (ROUTER_METRICS, PREFERENCE_METRICS):
-            if values[names[0]] is None:  # a model without experts, or a task without rewards
+            if all(values[name] is None for name in names):  # a model without experts, or a task without rewards
                 values = {name: value for name, value in values.items() if name not in names}
         line = json.dumps(values) + "\n"
         append(self._metrics, line.encode())

@@ -13,6 +13,7 @@ from ..exact import (
     check_exact,
     check_microbatches,
     check_task,
+    check_ulysses,
     parse_exact,
     refuse_compiled,
 )
@@ -138,6 +139,8 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
         check_head_degrees(sizes, cp=cp, tp=tp if exact is None else exact.get("tp", 1))
+        if exact is not None:
+            check_ulysses(exact)
     completed, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
     if pp == 1:
         for name in ("schedule", "split"):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..data.examples.example import Task
+from ..data.batches import Batches
+from ..data.examples.rows import ExampleBatches
 from ..mixture_config import MixtureConfig
 from ..step.find_gradients import StepResult
 from .report import PREFERENCE_METRICS, ROUTER_METRICS
@@ -36,18 +37,26 @@ def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
     return [dict(zip(ROUTER_METRICS, row, strict=True)) for row in torch.stack(rows).tolist()]
 
 
-def preference_metrics(steps: Sequence[UnreadStep], task: Task) -> list[dict[str, float]]:
-    """For each step the values of PREFERENCE_METRICS by name; empty but for dpo and kto. Waits for the device once."""
+def preference_metrics(steps: Sequence[UnreadStep], batches: Batches | ExampleBatches) -> list[dict[str, float | None]]:
+    """For each step the values of PREFERENCE_METRICS by name; empty but for dpo and kto. Waits for the device once.
+
+    A step of kto in which all examples have the same label has None as the missing label's reward, and as the margin.
+    """
     sums = [each.result.sums for each in steps]
     if any(each is None for each in sums):
         return [{} for _ in steps]
     rows = torch.stack([each for each in sums if each is not None]).tolist()
-    if task == "dpo":
+    if len(rows[0]) == 4:  # dpo
         return [dict(zip(PREFERENCE_METRICS[:4], row, strict=True)) for row in rows]
-    return [
-        {"rewards_chosen": good, "rewards_rejected": bad, "rewards_margin": good - bad, "kl": kl}
-        for good, bad, kl in rows
-    ]
+    assert isinstance(batches, ExampleBatches), "preferences are of examples"
+    found: list[dict[str, float | None]] = []
+    for each, (good, bad, kl) in zip(steps, rows, strict=True):
+        counts = batches.counts(each.step - 1, slice(None))
+        chosen = good if counts.desirable else None
+        rejected = bad if counts.desirable < counts.examples else None
+        margin = None if chosen is None or rejected is None else chosen - rejected
+        found.append({"rewards_chosen": chosen, "rewards_rejected": rejected, "rewards_margin": margin, "kl": kl})
+    return found
 
 
 def sum_loads(steps: Sequence[UnreadStep]) -> Tensor | None:

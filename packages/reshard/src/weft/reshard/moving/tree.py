@@ -24,6 +24,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+# Elements of each addend which `tree_reduce` reduces at a time. The sums between two levels of the tree, up to half of
+# the addends, then stay in a CPU's cache: memory of the size of the addends would take longer than the additions.
+_CHUNK = 2**15
 _INNERMOST = ("dp", "cp", "tp")  # the axes whose addends are added first, in this order
 
 
@@ -48,6 +51,19 @@ def tree_reduce(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
     stacked: [n_0, ..., n_k, *shape], each n at least 1; not changed. Returns [*shape], which shares memory with
     `stacked` where every n is 1.
     """
+    count = len(order)
+    shape, addends = stacked.shape[count:], math.prod(stacked.shape[:count])
+    if addends > 2 and math.prod(shape) > _CHUNK and stacked.device.type == "cpu":
+        flat = stacked.flatten(count)
+        result = flat.new_empty(flat.shape[count:])
+        for chunk, part in zip(torch.split(flat, _CHUNK, count), torch.split(result, _CHUNK), strict=True):
+            part.copy_(_reduce_dims(op, chunk, order))
+        return result.view(shape)
+    return _reduce_dims(op, stacked, order)
+
+
+def _reduce_dims(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
+    """`tree_reduce`, of all elements at a time."""
     remaining = [*order]
     while remaining:
         dim = remaining.pop(0)
@@ -59,10 +75,10 @@ def tree_reduce(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
 def _reduce_dim(op: str, stacked: Tensor, dim: int) -> Tensor:
     combine = _COMBINE[op]
     rows = stacked.movedim(dim, 0)
-    while len(rows) > 1:
-        pairs = len(rows) // 2
+    while (count := rows.shape[0]) > 1:
+        pairs = count // 2
         combined = combine(rows[0 : 2 * pairs : 2], rows[1 : 2 * pairs : 2])
-        rows = torch.cat([combined, rows[-1:]]) if len(rows) % 2 else combined
+        rows = torch.cat([combined, rows[-1:]]) if count % 2 else combined
     return rows[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -60,10 +61,15 @@ def measure_waits(timer: WaitTimer) -> Iterator[None]:
         _measuring.remove(timer)
 
 
-def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective, and measures the wait inside `measure_waits`."""
+def wait_for(work: dist.Work | None, seconds: float | None = None) -> None:
+    """Waits for a collective, and measures the wait inside `measure_waits`.
+
+    seconds: to wait at most, unmeasured; None for the group's timeout. Raises RuntimeError after that time.
+    """
     assert work is not None, "a member of the group gets the work of async_op=True"
-    if _measuring:
+    if seconds is not None:
+        work.wait(timedelta(seconds=seconds))
+    elif _measuring:
         _measuring[-1].wait(work)
     else:
         work.wait()

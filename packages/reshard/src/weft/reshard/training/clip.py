@@ -39,8 +39,8 @@ def clip_grad_norm_(
         the mesh of all stages; plain tensors then belong to this rank alone.
     copies: parameters with repeated gradients, as of a weight tied across stages: scaled, not counted.
 
-    A shard held by several ranks counts on a single rank. Sums are taken in float32, of float64 gradients in float64. A
-    norm of inf or NaN scales nothing. The host waits for no device.
+    Each element counts once, however many ranks hold the element's shard. Sums are taken in float32, of float64
+    gradients in float64. A norm of inf or NaN scales nothing. The host waits for no device.
     Inside `exact_sums`, and outside for parameters of a plan with `exact`, the norm and the scaled gradients have the
     same bits on every mesh and in any layouts. The norm is then rounded to float32 once: magnitudes whose squares are
     not float32 numbers count, too.
@@ -60,18 +60,19 @@ def clip_grad_norm_(
     counts_plain = counts_plain or mesh is not None
     with_grad = [parameter for parameter in unique if parameter.grad is not None]
     gradients: list[Tensor] = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    uncounted = set(copies)
+    uncounted, is_exact = set(copies), marked_axes(unique) is not None
     counted = [
-        _local(gradient)
+        part
         for parameter, gradient in zip(with_grad, gradients, strict=True)
-        if parameter not in uncounted and _counts_here(gradient, counts_plain)
+        if parameter not in uncounted
+        and (part := _counted_part(gradient, counts_plain, splits=is_exact)) is not None
+        and part.numel()
     ]
     device = next((each.device for each in gradients or unique), None)
     if device is None and group is not None:
         device = torch.device(device_type())  # a stage without trainable parameters
-    counted = [each for each in counted if each.numel()]
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    if marked_axes(unique) is not None:
+    if is_exact:
         norm = exact_norm(counted, norm_type, group, device).to(dtype)
     else:
         norm = _norm(counted, norm_type, dtype, group, device)
@@ -103,10 +104,14 @@ def _group_and_counter(
     return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
 
 
-def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
-    """Whether this rank counts the gradient: true on a single rank of the ranks with the same shard."""
+def _counted_part(gradient: Tensor, counts_plain: bool, *, splits: bool) -> Tensor | None:
+    """This rank's elements of the gradient to count: each element of the gradient counts on a single rank.
+
+    Of the ranks with the same shard, the first counts the shard. splits: each counts some rows instead, for a norm
+    whose sum is exact in any order. Returns None for nothing to count.
+    """
     if not isinstance(gradient, DTensor):
-        return counts_plain
+        return gradient if counts_plain else None
     layout = layout_of(gradient)
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise ValueError(
@@ -115,8 +120,17 @@ def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
         )
     coordinate = layout.mesh.coordinate(this_rank())
     if coordinate is None:
-        return False
-    return not any(index for axis, index in coordinate.items() if not isinstance(layout[axis], Shard))
+        return None
+    part, parts = 0, 1
+    for axis, index in coordinate.items():
+        if not isinstance(layout[axis], Shard):
+            size = layout.mesh.axis_size(axis)
+            part, parts = part * size + index, parts * size
+    local = _local(gradient)
+    if splits and parts > 1 and local.ndim:
+        rows = local.shape[0]
+        return local[rows * part // parts : rows * (part + 1) // parts]
+    return None if part else local
 
 
 def _norm(

@@ -89,7 +89,7 @@ def _sums_of_units(tensors: Sequence[Tensor], power: int, scale: Tensor) -> Tens
         return scale.new_zeros((2, len(UNITS)), dtype=torch.int64)
     size = min(chunk, sum(each.numel() for each in tensors))
     buffers = scale.new_empty((2, size))
-    rounder = scale.new_full((), ROUNDERS[0])
+    rounder, both = scale.new_full((), ROUNDERS[0]), scale.new_full((), sum(ROUNDERS))
     sums: list[Tensor] = []
     for pieces in _batches(tensors, chunk):
         n = sum(each.numel() for each in pieces)
@@ -97,13 +97,12 @@ def _sums_of_units(tensors: Sequence[Tensor], power: int, scale: Tensor) -> Tens
         torch.cat(pieces, out=scaled)
         scaled.mul_(scale)
         factor = scaled.sign() if power == 1 else scaled
-        # All but the two additions of a rounder are exact.
+        # Each addcmul rounds to units. The subtraction is exact: its result is ROUNDERS[1] - m1 * UNITS[0].
         torch.addcmul(rounder, scaled, factor, out=rounded)
         sums.append(_sum_of_integers(rounded, 0))
-        rounded.sub_(ROUNDERS[0]).addcmul_(scaled, factor, value=-1).add_(ROUNDERS[1])  # minus the remainder
+        torch.sub(both, rounded, out=rounded).addcmul_(scaled, factor)
         sums.append(_sum_of_integers(rounded, 1))
     by_chunk = torch.stack(sums).view(-1, len(UNITS))
-    by_chunk[:, 1].neg_()
     return torch.stack([(by_chunk >> 32).sum(0), (by_chunk & _LOW).sum(0)])
 
 
@@ -135,10 +134,10 @@ def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
 def _pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
     """The elements as vectors of at most `size` elements, in any order; views where the memory has no gaps."""
     n = tensor.numel()
-    if tensor.is_contiguous() or n == 1:
-        yield from torch.split(tensor.reshape(-1), size)
-    elif n <= size:
+    if n <= size:
         yield tensor.reshape(-1)
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), size)
     elif torch.ops.aten.is_non_overlapping_and_dense(tensor):
         yield from torch.split(tensor.as_strided((n,), (1,)), size)
     else:

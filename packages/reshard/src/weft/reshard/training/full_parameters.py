@@ -6,7 +6,7 @@ unit.py fills, uses and frees the copies; gradient_sync.py reduces their gradien
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,10 @@ class GatheringUnit(Protocol):
     """A group of parameters gathered together: the methods of unit.py's `Unit` called in this file."""
 
     goes_backward: bool  # whether backward has ever come to this unit; if not, backward does not prefetch the unit
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether backward may still give gradients of the unit's parameters, by the calls so far."""
 
     def prefetch(self) -> None:
         """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
@@ -176,6 +180,7 @@ class ModelGathering:
         self._full_leaves = WeakTensorKeyDictionary()  # a set: `FullParameter.leaf` of each full copy -> True
         self.units: list[GatheringUnit] = []
         self.started_gathers = 0  # number of gathers that units have started
+        self.gather_hooks: list[Callable[[], None]] = []  # called in backward, before a gather starts
         self.keep_gathered_blocks = 0  # number of running `keep_gathered` blocks; above 0, full copies are not freed
         # Rises at each forward pass without a promise, and just before the first promise. A full copy filled in an
         # earlier pass is out of date.
@@ -195,9 +200,9 @@ class ModelGathering:
         ):
             weakref.finalize(self, hook.remove)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelGathering:
-        memo[id(self)] = copied = ModelGathering()  # the copied parameters are new; copied units add themselves
-        return copied
+    def __reduce__(self) -> tuple[type[ModelGathering], tuple[()]]:
+        """A copied or pickled model has new parameters, and no full copies; the model's units add themselves."""
+        return ModelGathering, ()
 
     def get(self, shard: Tensor) -> FullParameter | None:
         """The full copy of a shard; None before `find_or_make`."""
@@ -256,6 +261,11 @@ class ModelGathering:
             unit.end_pass()
         if not self.promise_holders:
             self.pass_number += 1
+
+    def call_gather_hooks(self) -> None:
+        """Called in backward, before a unit starts a gather."""
+        for hook in list(self.gather_hooks):
+            hook()
 
     def end_pass_after_backward(self, unit: GatheringUnit) -> None:
         """Calls the unit's `end_pass` when this backward pass is over.

@@ -69,7 +69,9 @@ def _step_in_vectors(step: Any, lists: list[list[Tensor]], arguments: dict[str, 
     for step_number, *parts in zip(steps, *(tensors[position] for position in used), strict=True):
         n = parts[0].numel()
         n_in_vectors = n - n % VECTOR if all(each.is_contiguous() for each in parts) else 0
-        if n_in_vectors:
+        if n_in_vectors == n:
+            add(parts, step_number)
+        elif n_in_vectors:
             add([each.view(-1)[:n_in_vectors] for each in parts], step_number)
         if n_in_vectors < n:
             sources = [each.view(-1)[n_in_vectors:] if n_in_vectors else each for each in parts]

@@ -46,15 +46,11 @@ def gather_when_called(
     keep_for_backward: whether a unit's full copies are kept from forward to backward.
     """
     model_gathering = ModelGathering()
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module, slots in units.items():
         setattr(module, _UNIT, Unit(model_gathering, slots, keep_for_backward=keep_for_backward(module)))
         for slot in slots:
             slot.module.__dict__.setdefault(_LAYOUTS, {})[slot.name] = slot.layout
-        kind = type(module)
-        if kind not in kinds:
-            kinds[kind] = with_mixin(_UnitCall, kind)
-        module.__class__ = kinds[kind]
+        module.__class__ = with_mixin(_UnitCall, type(module))
     model.register_forward_pre_hook(model_gathering.before_forward)
     model.register_forward_hook(model_gathering.after_forward, always_call=True)
 

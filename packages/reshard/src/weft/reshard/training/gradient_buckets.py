@@ -17,7 +17,7 @@ from ..moving.dtensor import dtensor_spec, memory_of
 from ..moving.reshard import reshard
 from ..world.exact import exact_axes
 from .buckets import Bucket, Route
-from .pending_gradient import Form, Forms, Leaf, cast_grad
+from .pending_gradient import Forms, GradientForm, Leaf, cast_grad
 
 
 class GradientBuckets:
@@ -69,7 +69,7 @@ class GradientBuckets:
         if leaf.parameter.grad is None:
             leaf.put_placeholder()
 
-    def add_zeros(self, leaf: Leaf, form: Form) -> None:
+    def add_zeros(self, leaf: Leaf, form: GradientForm) -> None:
         """Gives zeros of this layout and dtype, as this rank's part of a gradient computed by peers.
 
         The zeros go where the gradient would: into a bucket, or in the target layout to `reduced_grad`.

@@ -18,7 +18,7 @@ from weft.mesh import ProcessMesh
 
 from ..world.groups import format_ranks, this_rank, world_cache
 from ..world.world import patience, world
-from .pending_gradient import Form, Forms, Leaf
+from .pending_gradient import Forms, GradientForm, Leaf
 
 # Keys of a rank in the store, used in turn: a message is overwritten after this many rounds. A rank may be ahead of
 # another by fewer rounds: hosts do not wait for their GPUs.
@@ -204,7 +204,7 @@ class GradientPresence:
         number, done, reads, turns, gather_order, position, body = text.split(" ", 6)
         forms, form_indices, more, skipped = json.loads(body)
         leaf_forms = tuple(
-            tuple([Form.parse(forms[index], leaf.mesh) for index in form_indices.get(str(i), ())])
+            tuple([GradientForm.parse(forms[index], leaf.mesh) for index in form_indices.get(str(i), ())])
             for i, leaf in enumerate(self._leaves)
         )
         sent = Sent(int(position), frozenset(skipped))

@@ -20,11 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..moving.dtensor import layout_of, wrap_with_spec
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
+from .exact_step import check_exact_step
 from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets
 from .gradient_presence import GradientPresence
 from .hooks import weak_hook
-from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of
+from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of
 from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
 
@@ -128,8 +129,10 @@ class GradientSync:
             weak_hook(self._publish_before_wait),
             lambda: sum(each.started_gathers for each in gatherings),
         )
-        self._in_wait = False  # whether `wait()` runs
-        self._paused = False
+        self._gather_hook = weak_hook(self._before_gather)
+        for each in gatherings:
+            each.gather_hooks.append(self._gather_hook)
+        self._in_wait = self._paused = False  # whether `wait()` runs; whether a `paused()` is open
         self._unsynchronized = False  # whether any leaf has a gradient since `wait()`
         _syncs.add(self)
         self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weak_hook(self._before_step))]
@@ -249,8 +252,9 @@ class GradientSync:
                 self._full_copies[leaf.parameter].synchronized_by = None
             if isinstance(leaf.parameter.grad, GradPlaceholder):
                 leaf.parameter.grad = None
-        for unit in self._units:
-            unit.model_gathering.promise_holders.discard(self)
+        for gathering in {unit.model_gathering for unit in self._units}:
+            gathering.promise_holders.discard(self)
+            gathering.gather_hooks = [hook for hook in gathering.gather_hooks if hook is not self._gather_hook]
         self._uses.close()
         self._hooks.clear()
         self._leaves = ()
@@ -260,6 +264,7 @@ class GradientSync:
         self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        check_exact_step(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._raise_if_unsynchronized(parameters, f"{type(optimizer).__name__}.step()", "optimizer.step()")
 
@@ -289,6 +294,18 @@ class GradientSync:
             return
         self._order.send_ready(leaf, self._buckets, paused=self._paused)
 
+    def _before_gather(self) -> None:
+        """Called in backward before a gather. Sends zeros for gradients that this pass has not given, and will not:
+        the sums after a missing gradient would else come in `wait()`, after gathers before which peers send them.
+        """
+
+        def is_over(leaf: Leaf) -> bool:
+            full = self._full_copies.get(leaf.parameter)
+            return full is not None and not any(unit.expects_backward for unit in full.units)
+
+        if self.sends_every_pass:
+            self._order.send_absent(self._buckets, is_over, paused=self._paused)
+
     def _accept_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
         """Starts to synchronize this rank's part of a gradient without `.grad`; see `local_grad_callback`.
 
@@ -303,7 +320,7 @@ class GradientSync:
             return False
         route = leaf.route_of(part, spec)
         if leaf.local_grad_forms[0] is not spec:
-            leaf.local_grad_forms = spec, (Form(layout_of(wrap_with_spec(part, spec)), part.dtype),)
+            leaf.local_grad_forms = spec, (GradientForm(layout_of(wrap_with_spec(part, spec)), part.dtype),)
         if route is None or not any(route.reduction.axes):  # a gradient in the target layout goes to `.grad`
             return False
         leaf.local_grad = route.collapse(part)

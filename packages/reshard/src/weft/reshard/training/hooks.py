@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,37 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+_subclasses: dict[tuple[type, type], type[nn.Module]] = {}  # of `with_mixin`: one for each mixin and class
+
+
 def with_mixin(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind`, of the same name, with `mixin` before `kind`: the mixin's `__call__` runs first."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    """The subclass of `kind`, of the same name, with `mixin` before `kind`: the mixin's `__call__` runs first.
+
+    Modules of the subclass can be copied and pickled.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce}
+    if (mixin, kind) not in _subclasses:
+        _subclasses[mixin, kind] = type(kind.__name__, (mixin, kind), names)
+    return _subclasses[mixin, kind]
+
+
+def _reduce(module: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+    """`__reduce_ex__` of a module with mixins: pickle finds the mixins and the class below them by name."""
+    classes: list[type] = [type(module)]
+    while classes[-1].__dict__.get("__reduce_ex__") is _reduce:
+        classes[-1:] = classes[-1].__bases__
+    reduced = object.__reduce_ex__(module, 2)
+    assert isinstance(reduced, tuple), "as a name, only constants are reduced"
+    return _new_module, tuple(classes), *reduced[2:]
+
+
+def _new_module(*mixins_and_kind: type) -> nn.Module:
+    """A module without state, of the class `mixins_and_kind[-1]` with the mixins before it, outermost first."""
+    *mixins, kind = mixins_and_kind
+    for mixin in reversed(mixins):
+        kind = with_mixin(mixin, kind)
+    module: nn.Module = nn.Module.__new__(kind)
+    return module
 
 
 def backward_is_running() -> bool:

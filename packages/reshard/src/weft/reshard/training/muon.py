@@ -216,7 +216,9 @@ class _Matrix:
         lr = self.group["lr"]
         columns = self.weight.shape[1] if self.shards is None else self.shards.shape[1]
         self.weight.mul_(1 - lr * self.group["weight_decay"])
-        self.weight.add_(orthogonalized, alpha=-lr * 0.2 * math.sqrt(max(self.rows, columns)))
+        # float32 for weights of two bytes: on a CPU, torch rounds the last two-byte elements of a tensor in another way
+        change = orthogonalized.float() if self.weight.itemsize == 2 else orthogonalized
+        self.weight.add_(change, alpha=-lr * 0.2 * math.sqrt(max(self.rows, columns)))
 
 
 def _matrices_of(parameter: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]) -> Iterable[_Matrix]:

@@ -1,6 +1,6 @@
 """The state of a gradient on the way to the target layout, and the placeholder in `.grad` meanwhile.
 
-`Leaf`: the state of a parameter's gradients, kept by GradientSync; `Form`: a gradient's layout and dtype.
+`Leaf`: the state of a parameter's gradients, kept by GradientSync; `GradientForm`: a gradient's layout and dtype.
 
 `GradPlaceholder`: the placeholder in a parameter's `.grad` while the gradient is being synchronized.
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 
-from ..moving.addends import addends_of, stacked_shape
+from ..moving.addends import stacked_shape
 from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap, wrap_with_spec
 from ..planning.layouts import shard_replicated_axes
 from ..world.exact import exact_axes, named_axes_key
@@ -26,7 +26,7 @@ from .buckets import Bucket, Route
 from .full_parameters import FullParameter
 
 
-class Form(NamedTuple):
+class GradientForm(NamedTuple):
     """The layout and dtype of a gradient; ranks compare forms in messages."""
 
     layout: Layout
@@ -36,20 +36,20 @@ class Form(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {self.layout}"
 
     @classmethod
-    def parse(cls, text: str, mesh: ProcessMesh) -> Form:
+    def parse(cls, text: str, mesh: ProcessMesh) -> GradientForm:
         """The form printed as `text`, from a peer's message (gradient_presence.py)."""
         dtype, _, layout = text.partition(" ")
         return cls(Layout(mesh, layout), getattr(torch, dtype))
 
 
-Forms = tuple[Form, ...]
+Forms = tuple[GradientForm, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Leaf:
     """A parameter and the state of its gradients. GradientSync makes a Leaf for each DTensor parameter.
 
-    A parameter's gradients in a step may have several layouts; each layout and dtype is a Form.
+    A parameter's gradients in a step may have several layouts; each layout and dtype is a GradientForm.
     """
 
     parameter: DTensor  # the module's parameter, which gets the result in `.grad`; under ZeRO a shard
@@ -136,7 +136,7 @@ class Leaf:
         if not self.is_hooked:
             return ()
         if self.older_grads:
-            older = [Form(layout_of(each), each.dtype) for each in self.older_grads]
+            older = [GradientForm(layout_of(each), each.dtype) for each in self.older_grads]
             local = self.local_grad_forms[1] if self.local_grad is not None else ()
             unsent = *local, *(form for form in older if form.layout != self.target), *self._forms_in_grad()
             return tuple(dict.fromkeys(unsent))
@@ -155,12 +155,12 @@ class Leaf:
     def grad_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
         """(spec, forms, whether the gradient is in the target layout). Cached for the last gradient's spec.
 
-        forms: the gradient's Form, as a tuple for `unsent_forms`.
+        forms: the gradient's GradientForm, as a tuple for `unsent_forms`.
         """
         spec = dtensor_spec(grad)
         if self.info_cache is None or self.info_cache[0] is not spec:
             layout = layout_of(grad)
-            self.info_cache = spec, (Form(layout, grad.dtype),), layout == self.target
+            self.info_cache = spec, (GradientForm(layout, grad.dtype),), layout == self.target
         return self.info_cache
 
     def route_of(self, local: Tensor, spec: Any) -> Route | None:
@@ -173,7 +173,7 @@ class Leaf:
             cache = self.route_cache = spec, named, Route.of(wrap_with_spec(local, spec), self.target)
         return cache[2]
 
-    def zeros(self, form: Form) -> DTensor:
+    def zeros(self, form: GradientForm) -> DTensor:
         """A gradient of zeros in the given form, from a rank without a gradient."""
         local = torch.zeros(
             stacked_shape(form.layout, self.parameter.shape, this_rank()),
@@ -251,10 +251,10 @@ def copy_of_stacked(grad: Tensor) -> DTensor | None:
     Autograd would copy a gradient with further references, into memory of the layout's local shape, without room for
     stacked addends. A gradient without further references, like this copy, is put into `.grad` uncopied.
     """
-    if exact_axes() is None or not addends_of(layout_of(as_dtensor(grad))).axes:
+    if exact_axes() is None or (local := memory_of(as_dtensor(grad))).ndim == grad.ndim:
         return None
     with torch.no_grad():
-        return wrap_with_spec(memory_of(as_dtensor(grad)).clone(), dtensor_spec(as_dtensor(grad)))
+        return wrap_with_spec(local.clone(), dtensor_spec(as_dtensor(grad)))
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:

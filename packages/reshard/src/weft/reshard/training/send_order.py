@@ -10,7 +10,7 @@ leaves. A position is a place in this order: turn * number of leaves + the leaf'
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..world.exact import exact_axes
 from ..world.groups import format_ranks, this_rank
@@ -40,6 +40,7 @@ class SendOrder:
     def _restart(self) -> None:
         self.turn, self._next = 0, 0  # `_next`: in `expected`, the next leaf to send in this turn
         self._skipped: list[int] = []
+        self.zero_forms: dict[int, Forms] = {}  # by leaf index, the forms of the zeros sent by this rank
 
     @property
     def sent(self) -> Sent:
@@ -52,14 +53,35 @@ class SendOrder:
         """Marks a leaf's gradient as ready, and sends the ready gradients before the first missing gradient."""
         leaf.ready_count += 1
         leaf.num_grads += 1
-        while self._next < len(self.expected) and (expected := self.expected[self._next]).ready_count:
-            # Outside of `exact_sums` this gradient may have been added to an earlier one, and sent with it.
-            if self.turn and not expected.keeps_passes and not expected.unsent_forms():
-                self._skipped.append(self.turn * len(self.leaves) + self._index_of[expected])
-            else:
+        self._send(buckets, lambda leaf: False, paused=paused)
+
+    def send_absent(self, buckets: GradientBuckets, is_over: Callable[[Leaf], bool], *, paused: bool) -> None:
+        """Sends zeros in place of missing gradients that will not come, up to the first that may come.
+
+        Called in backward before a gather: on all ranks, the sums of earlier modules then come before the gather.
+        is_over: whether no gradient of a leaf will come. Zeros take the forms of the last round with gradients; in the
+        first round nothing is sent.
+        """
+        self._send(buckets, is_over, paused=paused)
+
+    def _send(self, buckets: GradientBuckets, is_over: Callable[[Leaf], bool], *, paused: bool) -> None:
+        while self._next < len(self.expected):
+            expected = self.expected[self._next]
+            index = self._index_of[expected]
+            if expected.ready_count:
+                # Outside of `exact_sums` this gradient may have been added to an earlier one, and sent with it.
+                if self.turn and not expected.keeps_passes and not expected.unsent_forms():
+                    self._skipped.append(self.turn * len(self.leaves) + index)
+                else:
+                    expected.num_sent += 1
+                buckets.add(expected)
+                expected.ready_count -= 1
+            elif expected.last_forms and is_over(expected):
+                self.zero_forms[index] = expected.last_forms
+                _add_zeros(buckets, expected, expected.last_forms)
                 expected.num_sent += 1
-            buckets.add(expected)
-            expected.ready_count -= 1
+            else:
+                return
             self._next += 1
             if self._next == len(self.expected):
                 self.turn += 1
@@ -169,7 +191,7 @@ def _send_with_peers(
     """
     leaves, all_forms = order.leaves, list(leaf_forms)
     lacks_all = not any(leaf_forms)
-    zero_forms: dict[int, Forms] = {}  # by leaf index, the forms of the zeros given by this rank
+    zero_forms = order.zero_forms
 
     def give(i: int, forms: Forms | None = None) -> None:
         """Sends a gradient of a leaf, or zeros. forms: of the zeros, if known from the messages."""

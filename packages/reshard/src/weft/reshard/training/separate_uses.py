@@ -8,7 +8,6 @@ like a parameter, and `GradientSync.wait()` adds the result to the parameter's g
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,9 +51,12 @@ class Use:
         self._stand_in: DTensor | None = None
         self._synchronized_by: weakref.ref[Any] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Use:
-        """The use in the copied module, which has no GradientSync yet."""
-        return Use(copy.deepcopy(self._module, memo), self._name)
+    def __getstate__(self) -> tuple[nn.Module, str]:
+        """A copied or pickled module has no GradientSync yet."""
+        return self._module, self._name
+
+    def __setstate__(self, state: tuple[nn.Module, str]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     @property
     def parameter(self) -> DTensor:

@@ -7,9 +7,9 @@ unit runs ahead: a prefetch. gathered_modules.py makes units of modules.
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -81,18 +81,21 @@ class Unit:
         self._gathers: dict[tuple[FullParameter, ...], GatherBatch] = {}  # by the full copies to fill
         self._prefetch: _Prefetch | None = None
         self._calls_before_backward: set[_Call] = set()  # calls whose full copies are kept for backward
+        # Calls with a graph, to which backward may come; a call without inputs stays here until the graph is freed.
+        self._expected_calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._calls_in_backward: set[_Call] = set()  # calls whose backward runs
         # Full copies whose gradient this backward pass has not completed.
         self._awaiting_grad: set[FullParameter] = set()
         self.goes_backward = False  # whether backward has ever come to this unit
         model_gathering.units.append(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        model_gathering = copy.deepcopy(self.model_gathering, memo)
-        memo[id(self)] = copied = Unit(model_gathering, (), keep_for_backward=self._keep_for_backward)
-        for slot in self._slots:
-            copied._slots.append(replace(slot, module=copy.deepcopy(slot.module, memo)))
-        return copied
+    def __getstate__(self) -> tuple[ModelGathering, list[ParameterSlot], bool]:
+        """A copied or pickled unit has no full copies."""
+        return self.model_gathering, self._slots, self._keep_for_backward
+
+    def __setstate__(self, state: tuple[ModelGathering, list[ParameterSlot], bool]) -> None:
+        model_gathering, slots, keep_for_backward = state
+        self.__init__(model_gathering, slots, keep_for_backward=keep_for_backward)  # type: ignore[misc]
 
     def full_parameters(self) -> dict[DTensor, FullParameter]:
         """{shard: full copy}, read by GradientSync. For use between calls of the module, while slots hold shards."""
@@ -114,6 +117,11 @@ class Unit:
             self._release()
         return output
 
+    @property
+    def expects_backward(self) -> bool:
+        """Whether backward may still give gradients of the unit's parameters, by the calls so far."""
+        return bool(self._expected_calls)
+
     def begin_backward(self, call: _Call) -> None:
         """Called when backward comes to a call. Communication: a gather, where the full copies were freed."""
         self.goes_backward = True
@@ -134,6 +142,7 @@ class Unit:
     def end_backward(self, call: _Call) -> None:
         """Called when backward has the gradients of a call's inputs."""
         self._calls_in_backward.discard(call)
+        self._expected_calls.discard(call)
         self._release()
 
     def on_grad_accumulated(self, full: FullParameter) -> None:
@@ -214,6 +223,8 @@ class Unit:
         ]
         if not fills:
             return
+        if not in_forward:
+            self.model_gathering.call_gather_hooks()
         key = tuple(full for _, full, _ in fills)
         if key not in self._gathers:
             for full in key:
@@ -281,10 +292,15 @@ class Unit:
             return  # a recomputation in backward: the call is known
         outputs = differentiable(output)
         call = _Call(self, differentiable(arguments))
+        if outputs:
+            self._expected_calls.add(call)
         if self._keep_for_backward or not outputs:  # without an output to hook, nothing tells when backward comes
             self._calls_before_backward.add(call)
         for each in outputs:
-            each.register_hook(call.on_output_grad)  # type: ignore[no-untyped-call]
+            # A node's own hook comes after the hooks on its tensors: an output is often the input of a later call, and
+            # the backward of the later call is to end before the backward of this call begins.
+            register = each.register_hook if each.grad_fn is None else each.grad_fn.register_prehook
+            register(call.on_output_grad)
 
 
 def _prefetch(unit: GatheringUnit | None) -> None:

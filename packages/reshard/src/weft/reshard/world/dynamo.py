@@ -1,7 +1,8 @@
 """`in_graph`: functions that stay a single node in Dynamo's graph. `between_graphs`: functions that stay outside.
 
 Dynamo cannot trace layouts, which are Python values. Therefore functions on DTensors are decorated with `in_graph`.
-Dynamo and Triton are slow to import, and are imported when DTensors are first used (`allow`), not before.
+Dynamo and Triton are slow to import, and are imported when DTensors are first used (`allow`), not before. Where a
+program imports Dynamo earlier, as by torch.compile, Dynamo hears of these functions then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,6 +112,32 @@ def _register(tell: Callable[[], Any]) -> None:
 
 
 def allow() -> None:
-    """Tells Dynamo of new functions of `in_graph` and `between_graphs`. Called when DTensors are first used."""
+    """Tells Dynamo of new functions of `in_graph` and `between_graphs`. Called when DTensors are first used, and when
+    Dynamo is imported.
+    """
     while _unregistered:
         _unregistered.pop()()
+
+
+class _ImportOfDynamo(MetaPathFinder):
+    """Calls `allow` at the end of the import of Dynamo. Finds no module itself."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute: Callable[[ModuleType], None] = spec.loader.exec_module
+
+        def execute_and_allow(module: ModuleType) -> None:
+            execute(module)
+            allow()
+
+        spec.loader.exec_module = execute_and_allow  # type: ignore[method-assign]
+        return spec
+
+
+if "torch._dynamo" not in sys.modules:
+    sys.meta_path.insert(0, _ImportOfDynamo())

@@ -22,6 +22,7 @@ class _Named:
     """The sizes of the named mesh's axes; None outside `exact_sums`. Read without a function call by every op."""
 
     axes: Mapping[str, int] | None = None
+    key: tuple[tuple[str, int], ...] | None = None  # the same sizes, hashable
 
 
 NAMED = _Named()  # of all threads: the backward of a GPU runs on a thread of autograd
@@ -32,7 +33,8 @@ def exact_sums(axes: Mapping[str, int] | None) -> Iterator[None]:
     """Context manager: all code in the block computes and adds as on a mesh with these sizes of axes.
 
     Results in the block have the same bits on every mesh whose axes divide `axes`: of ops, layout changes, gradients,
-    `clip_grad_norm_`, and the updates of torch's elementwise optimizers and of Muon. `weft.models.forward_backward`
+    `clip_grad_norm_`, and the updates of torch's elementwise optimizers and of Muon. Some of torch's optimizers round
+    two-byte parameters by their place in a shard: with a GradientSync, their steps are refused. `forward_backward`
     enters the block by itself, with the plan's `exact`, and clipping and optimizers treat this model's parameters as
     in a block. Use a block of your own for further DTensors, and for a loop without `forward_backward`: around the
     model's call, backward and `GradientSync.wait()`.
@@ -50,11 +52,12 @@ def exact_sums(axes: Mapping[str, int] | None) -> Iterator[None]:
     for axis, size in {} if axes is None else axes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"exact names {axis}={size!r}; give the size of an axis, an int of at least 1")
-    previous, NAMED.axes = NAMED.axes, None if axes is None else MappingProxyType(dict(axes))
+    previous = NAMED.axes, NAMED.key
+    NAMED.axes, NAMED.key = (None, None) if axes is None else (MappingProxyType(dict(axes)), tuple(axes.items()))
     try:
         yield
     finally:
-        NAMED.axes = previous
+        NAMED.axes, NAMED.key = previous
 
 
 def exact_axes() -> Mapping[str, int] | None:
@@ -78,7 +81,7 @@ def marked_axes(parameters: Iterable[Any]) -> Mapping[str, int] | None:
 
 def named_axes_key() -> tuple[tuple[str, int], ...] | None:
     """`exact_axes()` as a hashable key of caches; None outside `exact_sums`."""
-    return None if NAMED.axes is None else tuple(NAMED.axes.items())
+    return NAMED.key
 
 
 def folds(mesh: ProcessMesh) -> tuple[int, ...]:

@@ -160,14 +160,14 @@ class FoldedGroup:
         return turns.meet(self._key, self._place, self._members, tensor, combine)
 
 
-class _State(threading.local):
+class _ThreadTurns(threading.local):
     """The function that this thread runs for `run_in_turn`; the defaults on all threads outside."""
 
     turns: _Turns | None = None
     number = 0  # of the function
 
 
-_current = _State()
+_current = _ThreadTurns()
 
 
 def run_in_turn(functions: Sequence[Callable[[], Result]]) -> list[Result]:

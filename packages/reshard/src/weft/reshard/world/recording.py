@@ -62,7 +62,7 @@ class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`.
 
     For the attributes, and for methods without a docstring, see `World`. Of these methods, `wait_for_message` raises
-    RuntimeError, and `published` finds nothing.
+    RuntimeError, `published` finds nothing, and `meet` waits for nobody.
     """
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
@@ -205,7 +205,7 @@ class Recorded:
     def publish(self, name: str, value: bytes) -> None:
         """Does nothing: no other rank runs."""
 
-    def wait_for_message(self, name: str) -> bytes:
+    def wait_for_message(self, name: str, seconds: float | None = None) -> bytes:
         raise RuntimeError(
             f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; "
             "run the program in real processes"
@@ -213,6 +213,9 @@ class Recorded:
 
     def published(self, names: Sequence[str]) -> list[bytes | None]:
         return [None for _ in names]
+
+    def meet(self, name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
+        return number
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         return range(part.size)  # the order makes no difference to tensors without data
@@ -272,7 +275,7 @@ def _ignore() -> None:
     """Where the program waits for a collective, without a listener."""
 
 
-class _Done(dist.Work):
+class _RecordedWork(dist.Work):
     """The Work of a recorded collective: always complete. on_wait: called when the program waits."""
 
     def __init__(self, on_wait: Callable[[], None]) -> None:
@@ -367,7 +370,7 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         current = world()
         assert isinstance(current, Recorded), "only a recording makes these groups"
-        return _Done(current.add(kind, self, nbytes, tensors, peer, tag, rows))
+        return _RecordedWork(current.add(kind, self, nbytes, tensors, peer, tag, rows))
 
 
 class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ NCCL: where init_process_group() was given a device_id, torch would split the wo
 rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL creates the
 communicator in the first collective. Ranks outside the group are never called.
 
-The same store carries small messages between ranks: `publish`, `published`, `wait_for_message`.
+The same store carries small messages between ranks: `publish`, `published`, `wait_for_message`, `meet`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 
 PREFIX = "weft-"  # of the names of these groups
+_MEMBER_BITS = 32  # of the counter in the store by which ranks meet: the low bits count ranks
 REMEDY = (
     "all ranks of a group must make it: use the meshes that ranks share in the same order on all of these ranks, or "
     "allow more time with init_process_group(timeout=...)"
@@ -112,20 +114,40 @@ def patience() -> float:
     return seconds
 
 
-def wait_for_message(name: str) -> bytes:
+def wait_for_message(name: str, seconds: float | None = None) -> bytes:
     """Waits until another rank publishes bytes under this name, and returns the bytes.
 
-    Communication: with the world's store. Raises RuntimeError after the store's timeout.
+    seconds: None for the store's timeout.
+    Communication: with the world's store. Raises RuntimeError after that time.
     """
-    store = _get_default_store()
+    store, key = PrefixStore("weft", _get_default_store()), f"published/{name}"
+    seconds = patience() if seconds is None else seconds
     try:
-        return bytes.fromhex(PrefixStore("weft", store).get(f"published/{name}").decode())
+        store.wait([key], timedelta(seconds=seconds))
+        return bytes.fromhex(store.get(key).decode())
     except dist.DistError as error:
-        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {seconds:g} s for the message {name!r} of another rank, which has failed "
-            "or runs another program; see the other ranks' output"
+            f"rank {dist.get_rank()} timed out after {seconds:g} s, waiting for the message {name!r} of another rank, "
+            f"which has failed or runs another program; see the other ranks' output"
         ) from error
+
+
+def meet(name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
+    """Waits until as many ranks as `members` have called this for the same round, and returns the sum of their numbers.
+
+    Hosts wait for hosts; no device waits. A rank calls the rounds of a name in turn, from 0.
+    number: 0 to 2**20. seconds: as for `wait_for_message`.
+    Communication: two or three requests to the world's store. Raises RuntimeError after `seconds`.
+    """
+    store = PrefixStore("weft", _get_default_store())
+    total = store.add(f"met/{name}/{round}", (number << _MEMBER_BITS) + 1)
+    if total % (1 << _MEMBER_BITS) < members:
+        return int(wait_for_message(f"{name}/{round}", seconds))
+    publish(f"{name}/{round}", b"%d" % (total >> _MEMBER_BITS))
+    if round:  # every member has read the sum of the round before
+        store.delete_key(f"met/{name}/{round - 1}")
+        store.delete_key(f"published/{name}/{round - 1}")
+    return int(total >> _MEMBER_BITS)
 
 
 @contextmanager
@@ -227,11 +249,14 @@ class World(Protocol):
     def publish(self, name: str, value: bytes) -> None:
         """Publishes a few bytes to all ranks under a name. Communication: with the store; no collective."""
 
-    def wait_for_message(self, name: str) -> bytes:
+    def wait_for_message(self, name: str, seconds: float | None = None) -> bytes:
         """Waits until another rank publishes bytes under this name, and returns the bytes."""
 
     def published(self, names: Sequence[str]) -> list[bytes | None]:
         """The bytes published so far under each name; None for a name without bytes."""
+
+    def meet(self, name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
+        """Waits for the hosts of `members` ranks, and returns the sum of their numbers."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """The position in `part` of each member of `group`, in the order of the group's ranks."""
@@ -287,8 +312,11 @@ class Processes:
     def publish(self, name: str, value: bytes) -> None:
         publish(name, value)
 
-    def wait_for_message(self, name: str) -> bytes:
-        return wait_for_message(name)
+    def wait_for_message(self, name: str, seconds: float | None = None) -> bytes:
+        return wait_for_message(name, seconds)
+
+    def meet(self, name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
+        return meet(name, round, members, number, seconds)
 
     def published(self, names: Sequence[str]) -> list[bytes | None]:
         return published(names)

@@ -78,10 +78,14 @@ def attention(
     The output has the query's layout.
     Communication: none.
     Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and for a
-    document which ends and comes back, where the host can read the ids; RuntimeError for a cache where gradients are
-    recorded.
+    document which ends and comes back, and bounds which no document has, where the host can read these; RuntimeError
+    for a cache where gradients are recorded.
     """
     _check(query, key, value, head_dim, causal and cache is None)
+    if documents is not None and not isinstance(documents, Tensor):
+        raise ValueError(
+            f"attention takes documents as a tensor, got {type(documents).__name__}; give torch.tensor(ids)"
+        )
     check_devices("attention", query, key, value, documents, sinks)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(

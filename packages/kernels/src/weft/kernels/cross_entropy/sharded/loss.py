@@ -17,11 +17,11 @@ from ..guess import FirstBackward
 from ..options import (
     AllOptions,
     AnyOutputs,
-    Form,
     LossAlone,
     LossAndLse,
     Options,
     Reduction,
+    TensorForm,
     check,
     check_contiguous,
     check_target,
@@ -247,7 +247,9 @@ def _check_local(*tensors: Tensor) -> None:
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
 
 
-def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor | Form) -> Tensor | None:
+def as_denominator(
+    denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor | TensorForm
+) -> Tensor | None:
     """The denominator as a scalar tensor on the logits' device. The host waits for no copy between devices.
 
     Called by all four losses, linear ones included, before the loss runs. logits: only dtype and device are read.

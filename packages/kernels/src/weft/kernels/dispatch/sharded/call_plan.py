@@ -47,6 +47,7 @@ class GradientLayouts(NamedTuple):
     slices: tuple[Layout | None, ...]
     # The layout of each operand's gradient, on the mesh of the computation; None for an operand without a gradient.
     operands: tuple[Layout | None, ...]
+    rule: tuple[Layout | None, ...]  # of the outputs' gradients after slicing, on the mesh of the op's rule
     specs: Specs  # of the operands' gradients, filled by `CallPlan.wrap_gradients`
 
 
@@ -140,20 +141,22 @@ class CallPlan:
             None if grad is None or layout is None else find_slice_layout(layout, output, shape_of(grad), grad.dtype)
             for grad, layout, output in zip(grads, layouts, outputs, strict=True)
         )
-        after_slicing = (wanted or layout for wanted, layout in zip(slices, layouts, strict=True))
-        return GradientLayouts(slices, self.operand_gradient_layouts(*after_slicing), {})
+        after_slicing = tuple(wanted or layout for wanted, layout in zip(slices, layouts, strict=True))
+        return GradientLayouts(
+            slices, self.operand_gradient_layouts(*after_slicing), self._rule_layouts(after_slicing), {}
+        )
 
     def operand_gradient_layouts(self, *layouts: Layout | None) -> tuple[Layout | None, ...]:
         """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients.
 
         Raises LayoutError as the op's rule.
         """
-        found = self.sharding.gradient_layouts(*self.rule_layouts(layouts))
+        found = self.sharding.gradient_layouts(*self._rule_layouts(layouts))
         if self._fold is None:
             return found
         return tuple(None if each is None else self._fold.from_named(each) for each in found)
 
-    def rule_layouts(self, layouts: Layouts) -> Layouts:
+    def _rule_layouts(self, layouts: Layouts) -> Layouts:
         """Layouts of the outputs' gradients on the mesh of the op's rule: the fine mesh, in `exact_sums` the named."""
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
         if self._fold is None:

@@ -24,13 +24,14 @@ from ..op import Op, Tensors
 from .rules import Sharding
 
 Needed = Sequence[bool]  # for each operand, whether its gradient is required
-_PARTS = "_weft_parts"  # attribute of a joined local tensor: the `Cut`, the tensor's version, and the joined parts
-# Bytes of a part up to which `Cut._join_by_axis` is used: few calls matter more than copying elements several times.
+# Attribute of a joined local tensor: the `HeldParts`, the tensor's version, and the joined parts.
+_PARTS = "_weft_parts"
+# Bytes of a part up to which `HeldParts._join_by_axis` is used: few calls matter more than copying often.
 _MOST_JOINED_BY_AXIS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HeldParts:
     """How a rank's local tensor holds the parts of the rank's coordinates on the named mesh.
 
     Shards lie side by side, a replica is held once, and addends of a Partial value are stacked in leading dims.
@@ -47,7 +48,7 @@ class Cut:
     boxes: Mapping[Index, tuple[tuple[int, int, int], ...]]
 
     @classmethod
-    def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> Cut:
+    def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> HeldParts:
         """The cut of rank `rank`'s local tensor of a tensor of global `shape`. layout: on the named mesh.
 
         Raises LayoutError if the coordinates' shards are not exactly the rank's shard.
@@ -136,10 +137,10 @@ class Cut:
         return local
 
 
-_cached_cut = lru_cache(maxsize=65536)(Cut.of)
+_cached_cut = lru_cache(maxsize=65536)(HeldParts.of)
 
 
-def _parts_of(cut: Cut | None, local: Tensor | None) -> Callable[[Index], Tensor] | None:
+def _parts_of(cut: HeldParts | None, local: Tensor | None) -> Callable[[Index], Tensor] | None:
     """A function from an index to the part of a local tensor. Makes each part once. None for an operand left out."""
     if cut is None or local is None:
         return None
@@ -197,7 +198,7 @@ class FoldedCall:
         self._outputs = [self._cut(layout, shape) for layout, shape in sharding.outputs]
         self._options: dict[Index, dict[str, Any]] = {}
         self._communicates = False  # whether forward communicates over a folded axis; no op's backward does
-        self._cuts_of_backward: dict[Any, tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]] = {}
+        self._cuts_of_backward: dict[Any, tuple[list[HeldParts | None], tuple[str, ...], list[HeldParts | None]]] = {}
         for index in fold.indices(self._axes):
             folded_mesh: Any = FoldedMesh(mesh, fold, index)
             self._options[index] = sharding.local_options(fold.rank(this_rank(), index), folded_mesh)
@@ -211,17 +212,16 @@ class FoldedCall:
         operands: the rank's local tensors. options: from the caller.
         saves: whether a backward may follow. If not, no tensors are saved.
         """
+        if not self._fold.axes:
+            own = {**options, **self._options[()]}
+            outputs, saved = self._call_op([_only_part(each) for each in operands], own, saves=saves)
+            return tuple(outputs), saved, Saved({(): own}, (len(saved),))
+
         lists = [name for name, value in options.items() if isinstance(value, list)]
         own_options = {
             index: {**options, **{name: list(options[name]) for name in lists}, **own}
             for index, own in self._options.items()
         }
-        if not self._fold.axes:
-            ((_, own),) = own_options.items()
-            outputs, saved = self._call_op([_only_part(each) for each in operands], own, saves=saves)
-            present = tuple(each for each, cut in zip(outputs, self._outputs, strict=True) if cut is not None)
-            return present, saved, Saved(own_options, (len(saved),))
-
         cut_operands = [_parts_of(cut, local) for cut, local in zip(self._operands, operands, strict=True)]
 
         def call(index: Index) -> tuple[Sequence[Tensor], Tensors]:
@@ -266,8 +266,7 @@ class FoldedCall:
         grads: the rank's local gradients of the outputs. grad_layouts: their layouts on the named mesh.
         """
         if not self._fold.axes:
-            ((_, own_options),) = of_forward.options.items()
-            return self._call_backward(saved, [_only_part(each) for each in grads], needed, own_options)
+            return self._call_backward(saved, [_only_part(each) for each in grads], needed, of_forward.options[()])
         by_index: dict[Index, Tensors] = {}
         start = 0
         for index, count in zip(of_forward.options, of_forward.counts, strict=True):
@@ -302,7 +301,7 @@ class FoldedCall:
 
     def _backward_cuts(
         self, grad_layouts: tuple[Layout | None, ...]
-    ) -> tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]:
+    ) -> tuple[list[HeldParts | None], tuple[str, ...], list[HeldParts | None]]:
         """The cuts of the outputs' gradients, the folded axes which need several calls, the cuts of the results."""
         found = self._cuts_of_backward.get(grad_layouts)
         if found is None:
@@ -316,7 +315,7 @@ class FoldedCall:
             )
         return found
 
-    def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> Cut | None:
+    def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> HeldParts | None:
         """The cut of this rank's local tensor; None for an operand left out. layout: on the named mesh."""
         return None if layout is None or shape is None else _cached_cut(self._fold, layout, shape, this_rank())
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import LayoutError
-from weft.reshard import layout_of
 from weft.reshard.extension import in_graph
 
 from ..backend import is_compiling, refuse_jit_trace
@@ -112,11 +111,7 @@ class ShardedOp(torch.autograd.Function):
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 if folded is None:
                     return plan.wrap_gradients(backward(saved, grad, needed, **options), layouts)
-                own = tuple(
-                    sliced or (None if each is None else layout_of(each))
-                    for each, sliced in zip(grads, layouts.slices, strict=True)
-                )
-                gradients = folded.backward(saved, options, local_grads, plan.rule_layouts(own), needed)
+                gradients = folded.backward(saved, options, local_grads, layouts.rule, needed)
                 return plan.wrap_gradients(gradients, layouts)
 
             gradients = compute_gradients(ctx, plan.op.weights, needed, compute)

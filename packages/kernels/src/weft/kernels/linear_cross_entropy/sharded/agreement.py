@@ -23,7 +23,7 @@ from ..gradients import Wanted
 Result = TypeVar("Result")
 
 
-class Sizes(NamedTuple):
+class AgreedSizes(NamedTuple):
     """The numbers which decide how often the ranks gather, and how many bytes. Must be equal on all ranks."""
 
     tokens: int = 0
@@ -45,12 +45,12 @@ def sizes_of(
     vocab_size: int,
     shards: int,
     options: Options,
-) -> Sizes:
+) -> AgreedSizes:
     """The sizes of this rank. dtype: of the GEMMs. shards: number of ranks that share the vocabulary."""
     # Two buffers of logits: the statistics of a part of a chunk are gathered during the GEMM of the next part.
     chunks, _ = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(dtype, torch.float32)
-    return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
+    return AgreedSizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
 
 
 def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
@@ -111,7 +111,7 @@ def check_and_size(
     rank: int,
     ranks: int,
     sequence_parallel: bool,
-) -> Sizes:
+) -> AgreedSizes:
     """Check this rank's arguments, and return its sizes; called in `attempt` of `compare_sizes`.
 
     Raises ValueError for arguments which do not fit together.
@@ -125,7 +125,10 @@ def check_and_size(
 
 
 def compare_sizes(
-    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: ShardClasses, device: torch.device
+    attempt: Callable[[], tuple[Result, AgreedSizes]],
+    group: dist.ProcessGroup,
+    classes: ShardClasses,
+    device: torch.device,
 ) -> tuple[Result, Tensor]:
     """Call `attempt` and compare the ranks' sizes. Returns the result of `attempt`, and a scalar to add to the loss.
 
@@ -135,13 +138,13 @@ def compare_sizes(
     Communication: an all-gather of 36 bytes per rank, also if a rank has failed.
     Raises as `run_or_report`; ValueError if the host reads the sizes and finds a difference.
     """
-    (result, sizes), gather = run_or_report(attempt, group, classes, lambda: _row(Sizes(), device))
+    (result, sizes), gather = run_or_report(attempt, group, classes, lambda: _row(AgreedSizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
     check_gathered((group, classes, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
     return result, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
 
 
-def _row(sizes: Sizes, device: torch.device) -> Tensor:
+def _row(sizes: AgreedSizes, device: torch.device) -> Tensor:
     """The sizes as a tensor [1, 3], made without a copy from the host, for which the host would wait."""
     return torch.cat([torch.full((1,), size, dtype=torch.float32, device=device) for size in sizes]).unsqueeze(0)

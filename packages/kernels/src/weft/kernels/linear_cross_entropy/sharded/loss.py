@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from weft.mesh.extension import largest_part
 from weft.reshard.extension import Pending, group_named, reduce_scatter, start_all_gather, wait_for
 
-from ...cross_entropy.options import AllOptions, AnyOutputs, LossAlone, LossAndLse, Options, Reduction, check_target
+from ...cross_entropy.options import (
+    AllOptions,
+    AnyOutputs,
+    LossAlone,
+    LossAndLse,
+    Options,
+    Reduction,
+    check_target,
+)
 from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import VocabShard
 from ...cross_entropy.sharded.gather import VocabGather
@@ -27,7 +35,7 @@ from ...dispatch.sharded.compiled import groups_of
 from ...dispatch.sharded.second_derivatives import refuse_second_derivative
 from ..function import cast_form, check_factors
 from ..gradients import Wanted
-from .agreement import Sizes, check_and_size, classes_of, compare_sizes
+from .agreement import AgreedSizes, check_and_size, classes_of, compare_sizes
 from .custom_ops import apply_custom_op, compare
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
@@ -251,7 +259,7 @@ def vocab_parallel_linear_cross_entropy(
         )  # fmt: skip
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
+    def attempt() -> tuple[tuple[Options, Tensor | None], AgreedSizes]:
         parsed, scalar = parse_options()
         sizes = check_and_size(
             input, linear_weight, target, linear_bias, weight, scalar, options=parsed, classes=classes, wanted=wanted,

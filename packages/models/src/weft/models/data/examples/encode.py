@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..inputs import LeftOut, RecordPlace
 from ..tokenizer import Tokenizer
-from .example import Example, Segment, Task
+from .example import Example, MaskedTokens, Task
 from .forms import ASSISTANT, BadExample, Dialog, read_form
 from .records import REMEDY
 from .template import ChatTemplate, Spans
@@ -24,7 +24,7 @@ class Encoded:
     """A record as tokens of any length. Made by `encode_record`; `join_example` makes an Example from an Encoded."""
 
     prompt: Tokens  # shared by all completions, never learned; empty for sft
-    completions: tuple[Segment, ...]  # sft: the whole text, prompt included; dpo: chosen, rejected; kto: one
+    completions: tuple[MaskedTokens, ...]  # sft: the whole text, prompt included; dpo: chosen, rejected; kto: one
     label: bool | None = None  # kto: whether the completion is desirable
 
 
@@ -70,6 +70,9 @@ def encode_record(
     """
     try:
         form = read_form(record, task, has_template=template is not None)
+        if template is not None:
+            for each in form.dialogs:
+                template.check_complete(each.messages, tools=each.tools, variables=each.variables)
         if template is None and not form.dialogs[0].is_text:
             raise ValueError(
                 f"{place} has messages, and the tokenizer has no chat template; give a tokenizer's folder with one "
@@ -80,7 +83,7 @@ def encode_record(
         raise BadExample(f"{place} {error}; {REMEDY}") from None
 
 
-def join_example(encoded: Encoded, place: RecordPlace | str, *, previous: Segment | None = None) -> Example:
+def join_example(encoded: Encoded, place: RecordPlace | str, *, previous: MaskedTokens | None = None) -> Example:
     """The example of a record, uncut: a segment is the prompt followed by a completion.
 
     previous: kto only, `completions[0]` of the previous record: the mismatched completion of the second segment.
@@ -93,7 +96,7 @@ def join_example(encoded: Encoded, place: RecordPlace | str, *, previous: Segmen
         learned = np.concatenate((np.zeros(len(encoded.prompt), dtype=np.bool_), completion.learned))
         if not learned[1:].any():  # the first token follows nothing, and is no target
             raise BadExample(f"{place} has no token to learn behind the first of its {len(tokens):,} tokens; {REMEDY}")
-        segments.append(Segment(tokens, learned))
+        segments.append(MaskedTokens(tokens, learned))
     return Example(tuple(segments), encoded.label)
 
 
@@ -117,24 +120,24 @@ class _Encoder:
         _, whole, spans = texts[0]
         tokens, places = self.tokenizer.encode_with_places(whole)
         start = next((i for i, (_, stop) in enumerate(places) if stop > (len(prompt) or -1)), len(tokens))
-        answer = Segment(_tokens(tokens[start:]), _learned(places[start:], spans))
+        answer = MaskedTokens(_tokens(tokens[start:]), _learned(places[start:], spans))
         if not tokens[start:] or tokens[-1] != self.tokenizer.end:
             answer = self._ended(answer)
         return Encoded(_tokens([*begin, *tokens[:start]]), (answer,), label)
 
-    def _text(self, dialog: Dialog) -> Segment:
+    def _text(self, dialog: Dialog) -> MaskedTokens:
         """A prompt and a completion of text, encoded together as in trl's sft, with the end token's text appended."""
         assert isinstance(dialog.prompt, str) and isinstance(dialog.completion, str), "read_form checks this"
         end = self.tokenizer.end_name
         text = dialog.prompt + dialog.completion + ("" if dialog.completion.endswith(end) else end)
         segment = self._segment(text, [(len(dialog.prompt), len(text))])
         begin = self.tokenizer.begin
-        return Segment(
+        return MaskedTokens(
             np.concatenate((_tokens(begin), segment.tokens)),
             np.concatenate((np.zeros(len(begin), dtype=np.bool_), segment.learned)),
         )
 
-    def _messages(self, dialog: Dialog) -> Segment:
+    def _messages(self, dialog: Dialog) -> MaskedTokens:
         """A conversation, or a prompt and a completion of messages, encoded as in trl's sft."""
         assert self.template is not None and not isinstance(dialog.completion, str), "encode_record checks this"
         prompt = dialog.prompt
@@ -177,18 +180,18 @@ class _Encoder:
         _, spans = self.template.render_learned(messages, prompt=len(prompt), **options)
         return shared, whole, [(len(shared), spans[0][1]), *spans[1:]]
 
-    def _segment(self, text: str, spans: Spans) -> Segment:
+    def _segment(self, text: str, spans: Spans) -> MaskedTokens:
         tokens, places = self.tokenizer.encode_with_places(text)
-        return Segment(_tokens(tokens), _learned(places, spans))
+        return MaskedTokens(_tokens(tokens), _learned(places, spans))
 
-    def _completion(self, start: int, whole: str, spans: Spans) -> Segment:
+    def _completion(self, start: int, whole: str, spans: Spans) -> MaskedTokens:
         """The text behind a prompt of `start` characters, encoded apart from the prompt. spans: of the whole text."""
         shifted = [(begin - start, stop - start) for begin, stop in spans]
         return self._segment(whole[start:], [(0, shifted[0][1]), *shifted[1:]])
 
-    def _ended(self, segment: Segment) -> Segment:
+    def _ended(self, segment: MaskedTokens) -> MaskedTokens:
         """The segment with the tokenizer's end token appended; the end token is learned."""
-        return Segment(np.append(segment.tokens, self.tokenizer.end), np.append(segment.learned, True))
+        return MaskedTokens(np.append(segment.tokens, self.tokenizer.end), np.append(segment.learned, True))
 
 
 def _tokens(tokens: Iterable[int]) -> Tokens:

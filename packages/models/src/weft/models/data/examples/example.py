@@ -15,7 +15,7 @@ SEGMENTS = {"sft": 1, "dpo": 2, "kto": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class MaskedTokens:
     """A sequence of tokens, with a mask of the tokens to learn."""
 
     tokens: NDArray[np.int64]  # [n]
@@ -26,5 +26,5 @@ class Segment:
 class Example:
     """The tokens of a record: a conversation (sft), a pair (dpo), or a judged completion (kto)."""
 
-    segments: tuple[Segment, ...]  # SEGMENTS[task] of them
+    segments: tuple[MaskedTokens, ...]  # SEGMENTS[task] of them
     label: bool | None = None  # kto: whether the completion is desirable

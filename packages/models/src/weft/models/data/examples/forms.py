@@ -49,16 +49,22 @@ class Dialog:
         """Whether prompt and completion are text, which needs no chat template."""
         return isinstance(self.completion, str)
 
+    @property
+    def messages(self) -> Sequence[Message]:
+        """All messages, of the prompt and the completion; empty for text."""
+        of_both = (() if turns is None or isinstance(turns, str) else turns for turns in (self.prompt, self.completion))
+        return [message for turns in of_both for message in turns]
+
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RecordContents:
     """The contents of a record, found by `read_form`."""
 
     dialogs: tuple[Dialog, ...]  # dpo: chosen, rejected, with equal prompts; sft and kto: one
     label: bool | None = None  # kto: whether the completion is desirable
 
 
-def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> Form:
+def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> RecordContents:
     """The dialogs of a record, found by field names.
 
     has_template: whether there is a chat template. With a template, an instruction (Alpaca) becomes a message of the
@@ -75,14 +81,14 @@ def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> F
         return Dialog(prompt=prompt, completion=completion, tools=tools, variables=variables)
 
     if task == "dpo":
-        return Form(tuple(dialog(*each) for each in _pair(record)))
+        return RecordContents(tuple(dialog(*each) for each in _pair(record)))
     if task == "kto":
-        return Form((dialog(*_prompted(record)),), _label(record["label"]))
+        return RecordContents((dialog(*_prompted(record)),), _label(record["label"]))
     if fields == ("prompt", "completion"):
-        return Form((dialog(*_prompted(record)),))
+        return RecordContents((dialog(*_prompted(record)),))
     if "instruction" in fields:
-        return Form((dialog(*_instruction(record, has_template)),))
-    return Form((dialog(None, _conversation(record[fields[0]], fields[0])),))
+        return RecordContents((dialog(*_instruction(record, has_template)),))
+    return RecordContents((dialog(None, _conversation(record[fields[0]], fields[0])),))
 
 
 def _no_form(record: Mapping[str, Any], task: Task, nulls: Sequence[str]) -> str:
@@ -199,6 +205,10 @@ def _message(value: Any, where: str) -> Message:
         raise BadExample(f"has no content in {where}")
     if not (content is None or isinstance(content, str | list)):
         raise BadExample(f"has {_describe(content)} as content of {where}; content is text, or a list of parts")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else type_name(part)
+            raise BadExample(f"has a part of the type {kind!r:.60} in the content of {where}; parts are text alone")
     return message
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from ..inputs import (
     BLANK,
     BadRecord,
+    FileRange,
     LeftOut,
     Part,
-    Piece,
     RecordPlace,
     check_pyarrow,
     cut_file,
@@ -55,7 +55,7 @@ def find_record_parts(
     damaged file.
     """
 
-    def pieces_of(file: Path, is_named: bool) -> Iterator[Piece]:
+    def pieces_of(file: Path, is_named: bool) -> Iterator[FileRange]:
         return _pieces(file, is_named, part_bytes, skip_bad)
 
     parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="JSONL, JSON, CSV or Parquet")
@@ -66,7 +66,7 @@ def find_record_parts(
     return parts
 
 
-def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iterator[Piece]:
+def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iterator[FileRange]:
     groups: list[int] = []
     try:
         kind = kind_of(file, FIELDS, is_named=is_named)
@@ -118,7 +118,7 @@ def read_examples(
             yield from _objects(piece, left_out, skip_bad)
 
 
-def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
+def _objects(piece: FileRange, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
     for place, record in read_records(piece):
         if record is BLANK:
             left_out.empty += 1

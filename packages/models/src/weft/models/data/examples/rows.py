@@ -20,7 +20,7 @@ from ..batches import Order, Rows
 from ..sources import Mixture
 from ..split import HELD_OUT_MOST, HELD_OUT_PART, even_middles
 from ..tokenizer import Tokenizer
-from .example import Example, Segment, Task
+from .example import Example, MaskedTokens, Task
 
 NOT_LEARNED = -100  # the target of a place where nothing is learned; the losses ignore it
 
@@ -329,7 +329,7 @@ class ExampleBatches:
             labels=torch.from_numpy(labels),
         )
 
-    def _segments(self, number: int, which: int) -> tuple[Segment, ...]:
+    def _segments(self, number: int, which: int) -> tuple[MaskedTokens, ...]:
         """The segments of an example that a row holds. number: the global number. which: as in `batch`."""
         source = int(np.searchsorted(self._firsts, number, side="right")) - 1
         segments = self._sources[source].read(number - int(self._firsts[source])).segments

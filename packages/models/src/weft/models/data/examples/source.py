@@ -22,7 +22,7 @@ from ..manifest import MANIFEST, DataManifest, TokenShard
 from ..sources import Mixture, find_prepared, parse_mixture
 from ..tokenizer import Tokenizer, have_same_tokens
 from .contents import ExampleRecords
-from .example import SEGMENTS, Example, Segment, Task
+from .example import SEGMENTS, Example, MaskedTokens, Task
 from .forms import BadExample
 from .stored import Arrays, PartInMemory, PartOnDisk, UncutExamples
 from .template import ChatTemplate
@@ -71,7 +71,7 @@ class Examples:
                     f"{self.name} is not what was prepared: it has the token {highest} in a vocabulary "
                     f"of {self.tokenizer.vocab_size}; weft data verify names the file"
                 )
-            found.append(Segment(tokens, arrays.masks[start:stop].astype(np.bool_)))
+            found.append(MaskedTokens(tokens, arrays.masks[start:stop].astype(np.bool_)))
         return Example(tuple(found), bool(self.labels[number]) if self.task == "kto" else None)
 
     @property
@@ -121,7 +121,9 @@ class Examples:
         cut = f", {self.num_cut:,} cut to {self.length:,}" if self.num_cut else ""
         bad = f", {self.num_bad:,} left out" if self.num_bad else ""
         plural = "" if len(self) == 1 else "s"
-        return f"{len(self):,} {NOUNS[self.task]}{plural}, {self.num_tokens:,} tokens ({share}% learned){cut}{bad}"
+        labels = f" ({int(self.labels.sum()):,} desirable)" if self.task == "kto" else ""
+        noun = f"{NOUNS[self.task]}{plural}{labels}"
+        return f"{len(self):,} {noun}, {self.num_tokens:,} tokens ({share}% learned){cut}{bad}"
 
     def open(self) -> Any:
         """Raises TypeError: examples have no stream of tokens, which `Source.open` gives for texts; call `read`."""

@@ -71,12 +71,16 @@ class ChatTemplate:
 
         A template may mark the assistant's words with the tag `generation`: the spans are then the marked words.
         Without marks, turns are found by prefix: a turn begins where the rendering of the earlier messages, with
-        add_generation_prompt, ends; the turn ends where the rendering through the turn ends, end token included.
+        add_generation_prompt, ends; the turn ends where the rendering through the turn ends, end token included. A
+        message of a conversation with weight 0, as in OpenAI's data, is not learned.
         prompt: the number of messages at the beginning in which nothing is learned; turns are then found by prefix
             under any template.
-        Raises BadExample where a rendering is no prefix of the text: some templates leave out earlier reasoning.
+        Raises BadExample where a rendering is no prefix of the text: some templates leave out earlier reasoning; and
+        for a weight of 0 under marks.
         """
         if prompt is None and self._compiled(tools).marks:
+            if any(_is_unlearned(each) for each in messages) and "weight" not in self.source:
+                raise BadExample(f"has a message of weight 0, whose words {self.name} marks; leave out the weight")
             text, spans = self._render(messages, False, tools, variables)
             if not spans:
                 raise BadExample(f"has no words of the assistant that {self.name} marks with its tag generation")
@@ -84,7 +88,7 @@ class ChatTemplate:
         text = self.render(messages, tools=tools, variables=variables)
         spans = []
         for i in range(prompt or 0, len(messages)):
-            if messages[i]["role"] != ASSISTANT:
+            if messages[i]["role"] != ASSISTANT or (prompt is None and _is_unlearned(messages[i])):
                 continue
             before = self.render(messages[:i], add_generation_prompt=True, tools=tools, variables=variables)
             is_last = i + 1 == len(messages)
@@ -97,6 +101,49 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(through)))
         return text, spans
+
+    def check_complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise BadExample for messages of which the template leaves out calls of tools, or writes a list of parts raw.
+
+        Otherwise a model would learn to answer with nothing, or with Python's brackets.
+        """
+        unsure = [
+            i for i, each in enumerate(messages) if each.get("tool_calls") or isinstance(each.get("content"), list)
+        ]
+        text = self.render(messages, tools=tools, variables=variables) if unsure else ""
+        for i in unsure:
+            content = messages[i].get("content")
+            if isinstance(content, list) and str(content) in text:
+                raise BadExample(
+                    f"has a list of parts as content of message {i + 1}, which {self.name} writes as a list; give the "
+                    f"content as text, or another template by --data.template FILE"
+                )
+            without = {name: value for name, value in messages[i].items() if name != "tool_calls"}
+            changed = [*messages[:i], without, *messages[i + 1 :]]
+            if messages[i].get("tool_calls") and self._renders_as(text, changed, tools, variables):
+                raise BadExample(
+                    f"has tool_calls in message {i + 1}, which {self.name} leaves out; give a template that writes "
+                    f"calls of tools by --data.template FILE"
+                )
+
+    def _renders_as(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> bool:
+        """Whether the messages have this text; False where the template refuses the messages."""
+        try:
+            return self.render(messages, tools=tools, variables=variables) == text
+        except BadExample:
+            return False
 
     def _render(
         self,
@@ -146,6 +193,11 @@ class ChatTemplate:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in ("name", "source", "special", "tool_source", "now")}
+
+
+def _is_unlearned(message: Message) -> bool:
+    """Whether a message of the assistant has weight 0: the words are read, and not learned."""
+    return bool(message["role"] == ASSISTANT and message.get("weight", 1) == 0)
 
 
 def find_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate | None:

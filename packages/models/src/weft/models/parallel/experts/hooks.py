@@ -23,7 +23,7 @@ from ..styles import EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
 from .passage import LocalParameters, Passage, TokenLayouts, as_rows
 from .placement import experts_mesh, find_expert_plans, folded_axes
 from .price import LINKS, Price, price_of
-from .transport import Exchanging, Gathering, Members, Transport
+from .transport import Exchanging, ExpertRanks, Gathering, Transport
 
 BETWEEN_GRAPHS = between_graphs(
     "tokens move between the ranks of 'ep', by counts read on the host; compile the block without fullgraph"
@@ -69,10 +69,10 @@ class ExpertCalls:
         assert own is not None, "a rank outside the mesh moves no tokens"
         return group_for("tokens of experts", tuple(sorted(own)), (EXPERT_AXIS,)), own.ranks
 
-    def members(self, layout: Layout, shape: tuple[int, ...], experts: int) -> Members:
+    def members(self, layout: Layout, shape: tuple[int, ...], experts: int) -> ExpertRanks:
         """The ranks along "ep" for a call. layout, shape: of the tokens [..., H]. experts: the number on all ranks."""
         group, ranks = self.group()
-        return Members(
+        return ExpertRanks(
             group=group,
             positions=_positions(ranks),
             ranks=ranks,
@@ -81,11 +81,11 @@ class ExpertCalls:
             experts=experts // self.plan.size,
         )
 
-    def choose(self, members: Members, x: DTensor, experts_per_token: int) -> TokenTransport:
+    def choose(self, members: ExpertRanks, x: DTensor, experts_per_token: int) -> TokenTransport:
         """Whether tokens are exchanged or gathered: the plan's choice, or the cheaper. x: tokens [..., H]."""
         return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
 
-    def price(self, members: Members, x: DTensor, experts_per_token: int) -> Price:
+    def price(self, members: ExpertRanks, x: DTensor, experts_per_token: int) -> Price:
         """The price of both transports for tokens x [..., H]."""
         return price_of(
             size=members.size,
@@ -156,7 +156,7 @@ def _forward(
     return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
 
 
-def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) -> Transport:
+def _begin(calls: ExpertCalls, members: ExpertRanks, x: DTensor, experts: Tensor) -> Transport:
     if calls.choose(members, x, experts.shape[-1]) == "gather":
         return Gathering(members)
     return Exchanging(members, experts)

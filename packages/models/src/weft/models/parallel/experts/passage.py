@@ -18,7 +18,7 @@ from weft.reshard import layout_of
 from weft.reshard.extension import Pending, cotangent, memory_of, run_or_replay, wrap
 
 from ..styles import EXPERT_AXIS
-from .transport import NO_EXPERT, Members, Transport, pack_choices, unpack_choices
+from .transport import NO_EXPERT, ExpertRanks, Transport, pack_choices, unpack_choices
 
 # The module's own forward on local tensors. (tokens [n, H], experts [n, k] numbered from this rank's first, weights
 # [n, k], number of choices of local experts or None) -> sums [n, H]
@@ -44,7 +44,7 @@ class Passage:
     the needed gradients of tokens and weights homeward.
     """
 
-    def __init__(self, transport: Transport, members: Members, layouts: TokenLayouts, shape: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, members: ExpertRanks, layouts: TokenLayouts, shape: Sequence[int]) -> None:
         self._transport, self._members, self._layouts, self._shape = transport, members, layouts, tuple(shape)
         self._tokens: Pending | None = None  # outward
         self._choices: Pending | None = None  # outward
@@ -147,7 +147,7 @@ def as_rows(local: Tensor) -> Tensor:
     return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
 
 
-def _from_first(experts: Tensor, members: Members) -> Tensor:
+def _from_first(experts: Tensor, members: ExpertRanks) -> Tensor:
     """The experts numbered from this rank's first; `NO_EXPERT` for experts of other ranks."""
     first = members.first
     here = (experts >= first) & (experts < first + members.experts)

@@ -25,7 +25,7 @@ NO_EXPERT = -1  # in place of an expert's number: no expert of this rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Members:
+class ExpertRanks:
     """The ranks along "ep" in a call of experts. A position is a rank's coordinate on "ep"."""
 
     group: dist.ProcessGroup
@@ -71,7 +71,9 @@ def unpack_choices(packed: Tensor, experts: torch.dtype, weights: torch.dtype) -
     """(experts, weights) from the bytes of `pack_choices`. experts, weights: the dtypes."""
     k = packed.shape[-1] // (experts.itemsize + weights.itemsize)
     parts = torch.split(packed, [k * experts.itemsize, k * weights.itemsize], -1)
-    first, second = (part.contiguous().view(dtype) for part, dtype in zip(parts, (experts, weights), strict=True))
+    # Copies: a part of a single row is contiguous, but may start where no element of the dtype may.
+    copies = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    first, second = (copy.view(dtype) for copy, dtype in zip(copies, (experts, weights), strict=True))
     return first, second
 
 
@@ -82,7 +84,7 @@ class Gathering:
     m is the most tokens on a rank; ranks with fewer tokens are padded.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: ExpertRanks) -> None:
         self.own_choices: int | None = None
         self.received_choices: int | None = None
         self._members, self._most = members, max(members.tokens)
@@ -117,7 +119,7 @@ class Exchanging:
     experts. Returned rows are added rank after rank, in a fixed order.
     """
 
-    def __init__(self, members: Members, experts: Tensor) -> None:
+    def __init__(self, members: ExpertRanks, experts: Tensor) -> None:
         """Start to exchange the counts. experts: [n, k], the choices of this rank's tokens, all experts numbered."""
         self._members, self._choices_of_token = members, experts.shape[-1]
         tokens, size = len(experts), members.size
@@ -204,7 +206,7 @@ class Exchanging:
         return arrived
 
 
-def _announce(what: str, rows: Tensor, members: Members) -> None:
+def _announce(what: str, rows: Tensor, members: ExpertRanks) -> None:
     form = tuple(rows.shape[1:]), rows.dtype
     announce(LazyText(lambda: f"{what}, {form[0]} {form[1]}, over {EXPERT_AXIS!r}"), ranks=sorted(members.ranks))
 

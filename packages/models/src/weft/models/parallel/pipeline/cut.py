@@ -31,7 +31,7 @@ class Cut:
 
     layers: tuple[str, ...]  # the names of the listed layers, in order
     ranges: tuple[tuple[int, int], ...]  # the layers of each stage, [start, stop)
-    units: dict[str, frozenset[int]]  # {module outside the list of layers: the stages using the output}
+    outer_modules: dict[str, frozenset[int]]  # {module outside the list of layers: the stages using the output}
     parameters: dict[str, frozenset[int]]  # {a parameter's first name: the stages with the parameter}
 
     def shared(self, rank_of: Callable[[int], int]) -> dict[str, tuple[int, ...]]:
@@ -43,12 +43,12 @@ class Cut:
         return {name: each for name, each in ranks.items() if len(each) > 1}
 
     def stages_of(self, module: str) -> frozenset[int]:
-        """The stages that call a module, by its name; all stages for a module outside of layers and units."""
+        """The stages that call the named module; all stages if outside of `layers` and `outer_modules`."""
         layer = next((i for i, each in enumerate(self.layers) if f"{module}.".startswith(f"{each}.")), None)
         if layer is not None:
             return frozenset({_stage_of(layer, self.ranges)})
-        units = (stages for unit, stages in self.units.items() if f"{module}.".startswith(f"{unit}."))
-        return next(units, frozenset(range(len(self.ranges))))
+        outer = (stages for name, stages in self.outer_modules.items() if f"{module}.".startswith(f"{name}."))
+        return next(outer, frozenset(range(len(self.ranges))))
 
 
 def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
@@ -65,10 +65,11 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
         last = len(ranges) - 1
         return frozenset(last if reader == END else _stage_of(reader, ranges) for reader in readers)
 
-    units = {
-        unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in units_around(model, layers)
+    outer_modules = {
+        name: stages(flow.outer_modules[name]) if name in flow.outer_modules else everywhere
+        for name in modules_around(model, layers)
     }
-    inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | units
+    inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | outer_modules
     stages_of: dict[nn.Parameter, frozenset[int]] = {}
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -78,7 +79,9 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
         stages_of[parameter] = stages_of.get(parameter, frozenset()) | (
             around if enclosing is None else inside[enclosing]
         )
-    return Cut(tuple(layers), ranges, units, {first[parameter]: stages for parameter, stages in stages_of.items()})
+    return Cut(
+        tuple(layers), ranges, outer_modules, {first[parameter]: stages for parameter, stages in stages_of.items()}
+    )
 
 
 def ranges_of(
@@ -176,15 +179,15 @@ class Flow:
     """The data flow between a model's list of layers and the modules around the list. Made by `follow`."""
 
     layers: tuple[str, ...]  # the names of the listed layers, in the order of their calls
-    # {unit: the layers reading the unit's outputs}; END may be among the readers. A unit is a largest module outside
-    # the list of layers. A unit whose outputs autograd cannot follow, as integers, has no entry.
-    units: dict[str, set[int]] = field(default_factory=dict)
+    # {module: the layers reading the module's outputs}; END may be among the readers. The modules are the names of
+    # `modules_around`. A module whose outputs autograd cannot follow, as integers, has no entry.
+    outer_modules: dict[str, set[int]] = field(default_factory=dict)
     # {parameter of a module around the list of layers: the layers reading the parameter}; END may be a reader.
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
-def units_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The names of the units: the largest modules that neither contain a listed layer nor lie within a listed layer."""
+def modules_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """The largest modules that neither contain a listed layer nor lie within a listed layer, by name."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
         while name:
@@ -199,7 +202,7 @@ def units_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
-    """Find the readers of each unit and parameter, by running the model's forward in eval mode on meta tensors.
+    """Find the readers of parameters and of the modules around the layers, by a forward in eval mode on meta tensors.
 
     The model is unchanged. Raises ValueError for a model that cannot be cut between the listed layers: each layer must
     be called once, in order, and may read the output of the previous layer only.
@@ -230,17 +233,17 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
 
         return hook
 
-    def mark(unit: str) -> Any:
+    def mark(module_name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return tree_map(lambda x: _mark(x, unit), output)
+            return tree_map(lambda x: _mark(x, module_name), output)
 
         return hook
 
     def _record_reads(reader: int, tensors: Sequence[Any], before: int) -> None:
         for node in _history(tensors):
-            unit, leaf = getattr(node, "unit", None), getattr(node, "variable", None)
-            if unit is not None:
-                flow.units.setdefault(unit, set()).add(reader)
+            module_name, leaf = getattr(node, "module_name", None), getattr(node, "variable", None)
+            if module_name is not None:
+                flow.outer_modules.setdefault(module_name, set()).add(reader)
             elif leaf is not None and id(leaf) in leaves and leaves[id(leaf)] != before:
                 who = "the end of the model" if reader == END else layers[reader]
                 raise ValueError(
@@ -259,7 +262,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
             modules[name].register_forward_hook(leave(i)),
         )
     ]
-    handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_around(model, layers)]
+    handles += [model.get_submodule(name).register_forward_hook(mark(name)) for name in modules_around(model, layers)]
     try:
         with torch.device("meta"), _in_eval_mode(model), torch.enable_grad():
             state = {name: _meta_like(value) for name, value in _state(model)}
@@ -293,11 +296,11 @@ def _meta_like(value: Tensor) -> Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity. The node in the autograd graph gets an attribute `unit`: the name of the unit with the output x."""
+    """The identity. The node in the autograd graph gets the attribute `module_name`, of the module with output x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: str) -> Tensor:
-        ctx.unit = unit
+    def forward(ctx: Any, x: Tensor, module_name: str) -> Tensor:
+        ctx.module_name = module_name
         return x.view_as(x)
 
     @staticmethod
@@ -305,11 +308,11 @@ class _Mark(torch.autograd.Function):
         raise AssertionError("shapes are not differentiated")
 
 
-def _mark(x: Any, unit: str) -> Any:
-    """Mark x as an output of the unit, if autograd follows x."""
+def _mark(x: Any, module_name: str) -> Any:
+    """Mark x as an output of a module, if autograd follows x."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return _Mark.apply(x if x.requires_grad else x.detach().requires_grad_(), unit)  # type: ignore[no-untyped-call]
+    return _Mark.apply(x if x.requires_grad else x.detach().requires_grad_(), module_name)  # type: ignore[no-untyped-call]
 
 
 def _history(tensors: Sequence[Any]) -> Iterator[Any]:

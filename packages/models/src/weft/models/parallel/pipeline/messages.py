@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
 from weft.reshard.extension import (
@@ -38,6 +38,9 @@ from ..styles import PIPELINE_AXIS
 _PLAIN = (bool, int, float, str, type(None))  # types known to JSON
 _SEQUENCES: Mapping[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list}
 _MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "OrderedDict": OrderedDict}
+
+
+NOT_SENT: Any = object()  # received in place of a message that a failed rank could not send
 
 
 class Channel:
@@ -67,41 +70,65 @@ class Channel:
         cache = world_cache()
         number = cache[self._group] = cache.get(self._group, 0) + 1  # counts models with stages on these two ranks
         self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
-        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
+        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `SentTensor` in place of each tensor
         # By kind: the last message's structure and `_leaf_form`s, which are compared faster than forms.
         self._leaf_forms: dict[Any, Any] = {}
         self._expected: dict[Any, _Expected] = {}
+        self._num_unsent: dict[Any, int] = {}  # by kind: messages that were not sent, before the form was published
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # sends under way, with their buffers
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works
 
-    def send(self, message: Any, kind: Any) -> None:
-        """Start to send a message, a tree of tensors and small values. kind: `Microbatch.kind`; messages of a kind must
-        have equal forms.
+    def check(self, message: Any, kind: Any) -> None:
+        """Check the form of a message before `send`; publish the form of the first message of a kind.
+
+        Raises RuntimeError for a form that differs, and for a form that JSON cannot express.
         """
         leaves, structure = tree_flatten(message)
         leaf_forms = structure, [_leaf_form(leaf) for leaf in leaves]
         if kind not in self._leaf_forms or self._leaf_forms[kind] != leaf_forms:
-            self._check(message, kind)
+            self._compare_form(message, kind)
             self._leaf_forms[kind] = leaf_forms
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+
+    def send(self, message: Any, kind: Any) -> None:
+        """Start to send a checked message, a tree of tensors and small values. kind: `Microbatch.kind`; messages of a
+        kind must have equal forms.
+        """
+        self._forget_received()
         with torch.no_grad():
-            for leaf in leaves:
+            for leaf in tree_leaves(message):
                 if isinstance(leaf, Tensor):
                     self._start_send((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
 
-    def receive(self, kind: Any, more: bool) -> Any:
-        """Wait for the next message. kind: `Microbatch.kind`. more: whether to post the receive of a further
-        message.
+    def send_nothing(self, kind: Any) -> None:
+        """Send zeros in place of a message; publish, where the form is unknown, that no message comes."""
+        if kind not in self._forms:
+            world().publish(self._form_key(kind), b"")
+            self._num_unsent[kind] = self._num_unsent.get(kind, 0) + 1
+            return
+        self._forget_received()
+        for sent in tree_leaves(self._forms[kind]):
+            if isinstance(sent, SentTensor):
+                self._start_send(torch.zeros(sent.local, dtype=sent.dtype, device=self._device))
+
+    def receive(self, kind: Any, more: bool, seconds: float | None = None) -> Any:
+        """Wait for the next message; NOT_SENT from a failed rank. kind: `Microbatch.kind`.
+
+        more: whether to post the receive of a further message of this kind. seconds: to wait at most; None for the
+        timeout of the world. Raises RuntimeError after that time.
         """
         if kind not in self._expected:
             if kind not in self._forms:
-                self._forms[kind] = decode_form(world().wait_for_message(f"{self._key}, {kind}"))
+                encoded = world().wait_for_message(self._form_key(kind), seconds)
+                if not encoded:
+                    self._num_unsent[kind] = self._num_unsent.get(kind, 0) + 1
+                    return NOT_SENT
+                self._forms[kind] = decode_form(encoded)
             self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
         expected = self._expected[kind]
         parts, works = self._ahead or self._post_receives(expected)
+        self._ahead = None
         for work in works:
-            wait_for(work)
+            wait_for(work, seconds)
         self._ahead = self._post_receives(expected) if more else None
         return expected.build(parts)
 
@@ -110,11 +137,13 @@ class Channel:
         while self._sent:
             wait_for(self._sent.popleft()[0])
 
-    def _check(self, message: Any, kind: Any) -> None:
-        """Publish the form of the first message of a kind; compare the form of later messages.
+    def _form_key(self, kind: Any) -> str:
+        """The form's name in the world's store: a new name after each message that was not sent."""
+        unsent = self._num_unsent.get(kind, 0)
+        return f"{self._key}, {kind}" + (f", after {unsent} not sent" if unsent else "")
 
-        Raises RuntimeError for a form that differs, and for a form that JSON cannot express.
-        """
+    def _compare_form(self, message: Any, kind: Any) -> None:
+        """Publish the form of the first message of a kind; compare the form of later messages. Raises as `check`."""
         form = form_of(message)
         known = self._forms.get(kind)
         if known is None:
@@ -122,13 +151,18 @@ class Channel:
                 encoded = encode_form(form)
             except TypeError as error:
                 raise RuntimeError(f"pipeline {self._name}: a message between stages has a bad form: {error}") from None
-            world().publish(f"{self._key}, {kind}", encoded)
+            world().publish(self._form_key(kind), encoded)
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
                 f"pipeline {self._name}: microbatches with equal shapes and grad mode, {kind}, gave messages of "
                 f"two forms, {known} and then {form}; make the output of a stage depend on the shapes alone"
             )
+
+    def _forget_received(self) -> None:
+        """Drop the buffers of messages which the peer has received."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
 
     def _start_send(self, part: Tensor) -> None:
         if part.numel():
@@ -147,7 +181,7 @@ class _Expected:
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
-        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, Sent)]
+        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, SentTensor)]
         self._mesh, self._device = mesh, device
         self._specs: dict[int, Any] = {}  # the spec of each DTensor of the message, by position
 
@@ -158,10 +192,10 @@ class _Expected:
     def build(self, parts: Sequence[Tensor]) -> Any:
         """The message, given the received parts."""
         tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
-        leaves = [next(tensors) if isinstance(leaf, Sent) else leaf for leaf in self._leaves]
+        leaves = [next(tensors) if isinstance(leaf, SentTensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
-    def _tensor(self, i: int, part: Tensor, sent: Sent) -> Tensor:
+    def _tensor(self, i: int, part: Tensor, sent: SentTensor) -> Tensor:
         if sent.placements is None:
             return part.requires_grad_(sent.requires_grad)
         if i not in self._specs:
@@ -175,13 +209,20 @@ class Handover:
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
 
+    def check(self, message: Any, kind: Any) -> None:
+        """Nothing to check: a message on the same rank may have any form."""
+
+    def send_nothing(self, kind: Any) -> None:
+        """Keep NOT_SENT in place of a message."""
+        self._messages.append(NOT_SENT)
+
     def send(self, message: Any, kind: Any) -> None:
         """Keep the message, with detached tensors."""
         self._messages.append(
             tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
         )
 
-    def receive(self, kind: Any, more: bool) -> Any:
+    def receive(self, kind: Any, more: bool, seconds: float | None = None) -> Any:
         """The next message."""
         return self._messages.popleft()
 
@@ -211,7 +252,7 @@ def _leaf_form(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTensor:
     """The description of a tensor in the form of a message."""
 
     local: tuple[int, ...]  # the shape of a rank's part, as sent to the peer
@@ -222,7 +263,7 @@ class Sent:
 
 
 def form_of(message: Any) -> Any:
-    """The message with a `Sent` in place of each tensor."""
+    """The message with a `SentTensor` in place of each tensor."""
     return tree_map(_describe, message)
 
 
@@ -232,7 +273,7 @@ def _describe(leaf: Any) -> Any:
     local, placements = leaf, None
     if isinstance(leaf, DTensor):
         local, placements = leaf.to_local(), str(layout_of(leaf))
-    return Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
+    return SentTensor(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
 
 
 def encode_form(form: Any) -> bytes:
@@ -258,7 +299,7 @@ def _as_json(form: Any) -> Any:
         return {type(form).__name__: [_as_json(each) for each in form]}
     if type(form) in _MAPPINGS.values():
         return {type(form).__name__: [[_as_json(key), _as_json(each)] for key, each in form.items()]}
-    if isinstance(form, Sent):
+    if isinstance(form, SentTensor):
         dtype = str(form.dtype).removeprefix("torch.")
         return {"Sent": [form.local, dtype, form.requires_grad, form.shape, form.placements]}
     raise TypeError(
@@ -283,4 +324,4 @@ def _of_json(value: Any) -> Any:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype) or type(requires_grad) is not bool or not isinstance(placements, str | None):
         raise TypeError
-    return Sent(tuple(map(int, local)), dtype, requires_grad, tuple(map(int, shape)), placements)
+    return SentTensor(tuple(map(int, local)), dtype, requires_grad, tuple(map(int, shape)), placements)

@@ -1,65 +1,33 @@
-"""Runs a pipeline schedule on a cut model: this rank's actions in order, and the messages between stages."""
+"""Runs a pipeline schedule on a cut model: this rank's actions in order, shared parameters, and sums over stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
-from weft.kernels.extension import (
-    DelayedGradients,
-    allow_delayed_weight_gradients,
-    delay_weight_gradients,
-    sharing_casts,
-)
+from weft.kernels.extension import sharing_casts
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import (
-    GradPlaceholder,
-    differentiable,
-    group_for,
-    keep_gathered,
-    tensors_of,
-    this_rank,
-    wait_for,
-)
+from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, this_rank, wait_for
 
-from ...losses import first_gradient
 from ...schedules.pipeline_plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
-from ...step.communication import Phase
 from ...tracing import traced
 from ..plan import ParallelPlan
 from ..styles import PIPELINE_AXIS
-from .messages import Channel, Handover, gradient_edge
+from .failures import Failures
+from .messages import Channel, Handover
 from .repeated_actions import RepeatedActions
 from .stages import Stages
+from .step import CallContext, LossOf, Microbatch, RunningStep
 
-CallContext = Callable[[], AbstractContextManager[Any]]
+Direction = Literal["forward", "backward"]  # of an action
 _DTYPE_NAME_BYTES = 32  # bytes in which the name of a dtype is broadcast
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """A microbatch: the arguments of the model, and the targets of the loss."""
-
-    args: tuple[Any, ...]  # of the model
-    kwargs: dict[str, Any] = field(default_factory=dict)  # of the model
-    targets: Any = None  # of the criterion
-
-    @property
-    def kind(self) -> Any:
-        """Equal for microbatches whose tensors have the same shapes, with the same grad mode."""
-        return tuple(tuple(each.shape) for each in tensors_of((self.args, self.kwargs))), torch.is_grad_enabled()
-
-
-LossOf = Callable[[Any, Microbatch], Tensor]  # (the model's output, the microbatch) -> a scalar
 
 
 def shares_casts(plan: ParallelPlan) -> bool:
@@ -96,6 +64,7 @@ class Pipeline:
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
         self._coordinate = coordinate
         self.shared = stages.cut.shared(schedule.rank_of)
+        self.failures = Failures(mesh, is_alone=mesh.size == schedule.ranks)
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
         self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
@@ -125,43 +94,75 @@ class Pipeline:
         loss_of: LossOf,
         accumulating: CallContext = nullcontext,
         call_context: CallContext = nullcontext,
-        after_phase: Callable[[Phase], None] = lambda phase: None,
-    ) -> None:
+        after_phase: Callable[[Direction], None] = lambda direction: None,
+    ) -> Exception | None:
         """Run each microbatch forward and backward, in the order of the schedule.
+
+        Returns, on every rank, the error to raise where the work of any rank failed. The caller synchronizes gradients
+        before, so that no rank's collectives are left over.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
         accumulating: a context in which backward passes only add up gradients; entered once around all actions.
         call_context: a context entered around each call of the model.
-        after_phase: called after each action, with its phase.
+        after_phase: called after each action, with the direction.
         Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
-        stage. Sharded parameters are gathered once and stay gathered until all microbatches are done.
+        stage. Sharded parameters are gathered once and stay gathered until all microbatches are done. At the end as
+        `Failures.meet`.
+        Raises RuntimeError after a step that lost messages.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._keep_earlier_gradients_once(model)
-        run = _Run(self, model, microbatches, loss_of, call_context)
-        run.repeated, self.repeated = self.repeated, None
+        step = self._begin(model, microbatches, loss_of, call_context, is_training=True)
+        step.repeated, self.repeated = self.repeated, None
         with keep_gathered(model), accumulating(), sharing_casts() if self._shares_casts else nullcontext():
             for action in schedule.actions[self._coordinate[PIPELINE_AXIS]]:
-                phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-                with traced(phase):
-                    run.perform(action)
-                after_phase(phase)
-        self.ran, self.in_flight = run.ran, run.most_held
-        run.finish()
+                direction: Direction = "forward" if action.kind == "F" else "backward"
+                with traced(direction):
+                    step.perform(action)
+                after_phase(direction)
+            error = step.finish()
+        self.finish_sends()
+        self.ran, self.in_flight = step.ran, step.most_held
+        return error
 
-    def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
-        """Run each microbatch forward only. Returns the model's outputs on the ranks of the last stage, elsewhere
-        no outputs.
+    def evaluate(self, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf) -> list[Tensor]:
+        """Run each microbatch forward only. Returns what `loss_of` returns, on the ranks of the last stage alone.
+
+        Raises on every rank where the work of any rank failed. Communication: as `find_gradients`, without gradients.
         """
-        run = _Run(self, model, microbatches, None)
+        step = self._begin(model, microbatches, loss_of, is_training=False)
         with keep_gathered(model):
             for stage in self.stages.own:
                 for number in range(len(microbatches)):
-                    run.perform(Action("F", stage, number))
-        run.finish()
-        return run.outputs
+                    step.perform(Action("F", stage, number))
+            error = step.finish()
+        self.finish_sends()
+        if error is not None:
+            raise error
+        return step.losses
+
+    def _begin(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf,
+        call_context: CallContext = nullcontext,
+        *,
+        is_training: bool,
+    ) -> RunningStep:
+        """Begin a step. Raises RuntimeError after a step that lost messages."""
+        self.failures.refuse_if_lost()
+        return RunningStep(
+            *(model, microbatches, loss_of),
+            schedule=self.schedule,
+            stages=self.stages,
+            failures=self.failures,
+            channel=self.channel,
+            call_context=call_context,
+            is_training=is_training,
+        )
 
     def add_shared(self, model: nn.Module) -> None:
         """Sum the gradients of shared parameters, held by several stages. The sum has equal bits on all stages.
@@ -265,122 +266,6 @@ class Pipeline:
                             name, (first, second), this_rank(), stage_mesh, device, self.forms.get((each, into), {})
                         )
         return self._channels[direction, stage]
-
-
-class _Held(NamedTuple):
-    """The data of a microbatch kept by a stage from forward to backward, besides autograd's saved tensors."""
-
-    received: list[Tensor]  # the received activations requiring grad; backward sends their gradients back
-    outputs: list[GradientEdge]  # where the gradients of the stage's outputs enter; the values went to the next stage
-    first_gradients: list[Tensor] | None  # on the last stage, the gradients of the loss: ones; None on earlier stages
-
-
-class _Run:
-    """A step of a pipeline: carries out actions, and holds microbatches between forward and backward."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        model: nn.Module,
-        microbatches: Sequence[Microbatch],
-        loss_of: LossOf | None,
-        call_context: CallContext = nullcontext,
-    ) -> None:
-        self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
-        self._kinds = [each.kind for each in microbatches]
-        self._call_context = call_context
-        self._last = pipeline.schedule.num_stages - 1
-        self._recording: CallContext = (
-            allow_delayed_weight_gradients if pipeline.schedule.splits_backward else nullcontext
-        )
-        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._num_received: dict[tuple[str, int], int] = {}  # by direction and stage
-        self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
-        # By stage and microbatch: gradients of weights to compute in W.
-        self._later: dict[tuple[int, int], DelayedGradients] = {}
-        self.repeated: RepeatedActions | None = None
-        self.most_held = 0
-        self.ran: list[Action] = []
-        self.outputs: list[Any] = []
-
-    def perform(self, action: Action) -> None:
-        if action.kind == "F":
-            self._forward(action)
-        else:
-            self._backward(action)
-        self.most_held = max(self.most_held, len(self._held))
-        self.ran.append(action)
-
-    def finish(self) -> None:
-        assert not self._held, "a schedule takes every microbatch back"
-        self._pipeline.finish_sends()
-
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = action.stage, self._microbatches[action.microbatch]
-        received = self._receive("F", action) if stage else None
-
-        def work() -> Any:
-            with self._call_context(), self._recording():
-                output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
-            return output if self._loss_of is None or stage < self._last else self._loss_of(output, microbatch)
-
-        output = self._run(action, work)
-        if stage < self._last:
-            self._pipeline.channel("F", stage + 1, self._device).send(output, self._kinds[action.microbatch])
-        elif self._loss_of is None:
-            self.outputs.append(output)
-        if self._loss_of is not None:
-            ends = differentiable(output)
-            self._held[stage, action.microbatch] = _Held(
-                differentiable(received),
-                [gradient_edge(x) for x in ends],
-                [first_gradient(x) for x in ends] if stage == self._last else None,
-            )
-
-    def _backward(self, action: Action) -> None:
-        key = (action.stage, action.microbatch)
-        if action.kind == "W":
-            self._run(action, lambda: [add() for add in self._later.pop(key)])
-        else:
-            received, outputs, first_gradients = self._held[key]
-            gradients = self._receive("B", action) if first_gradients is None else first_gradients
-            delay: AbstractContextManager[DelayedGradients] = (
-                delay_weight_gradients() if action.kind == "I" else nullcontext([])
-            )
-
-            def work() -> list[Any]:
-                with delay as later:
-                    run_backward(outputs, gradients)
-                if action.kind == "I":
-                    self._later[key] = later
-                return [x.grad for x in received]
-
-            self._send_back(action, self._run(action, work))
-        if action.kind != "I":
-            del self._held[key]
-
-    def _run(self, action: Action, work: Callable[[], Any]) -> Any:
-        """Do the work of an action, or copy a recorded action under `RepeatedActions`; returns the work's result."""
-        if self.repeated is None:
-            return work()
-        return self.repeated.run(action, self._kinds[action.microbatch], len(self._microbatches), work)
-
-    def _send_back(self, action: Action, gradients: list[Any]) -> None:
-        if action.stage:
-            channel = self._pipeline.channel("B", action.stage - 1, self._device)
-            channel.send(gradients, self._kinds[action.microbatch])
-
-    def _receive(self, direction: str, action: Action) -> Any:
-        number = self._num_received[direction, action.stage] = self._num_received.get((direction, action.stage), 0) + 1
-        kind, more = self._kinds[action.microbatch], number < len(self._microbatches)
-        return self._pipeline.channel(direction, action.stage, self._device).receive(kind, more)
-
-
-def run_backward(outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """Run backward from a stage's outputs with their gradients; an output whose gradient is None is left out."""
-    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])  # type: ignore[arg-type]
 
 
 def _local(tensor: Tensor) -> Tensor:

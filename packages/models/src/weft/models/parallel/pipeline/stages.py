@@ -42,12 +42,12 @@ class Stages:
         # Parameters of modules around the layers that other stages hold: module, name, and shape as a meta tensor.
         self._foreign_parameters: list[tuple[nn.Module, str, Tensor]] = []
         self._device: torch.device | None = None  # of the tensors that now replace the foreign parameters
-        absent = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
-        self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in absent}
+        absent = [name for name, stages in cut.outer_modules.items() if len(stages) < len(cut.ranges)]
+        self._absent = {name: _Absent(model.get_submodule(name)) for name in absent}
         self._remove_foreign(model)
 
     def route_calls(self, model: nn.Module) -> None:
-        """Route the calls of the listed layers, and of `Cut.units`, through this object: the running stage decides.
+        """Route the calls of the listed layers and `Cut.outer_modules` through this object: the running stage decides.
 
         Called last, so that hooks, gathers and compiled code registered before run inside of the routed calls.
         """
@@ -55,11 +55,13 @@ class Stages:
             _route_calls(
                 model.get_submodule(name), lambda layer, args, kwargs, i=i: self._layer(i, layer, args, kwargs)
             )
-        for unit, stages in self.cut.units.items():
-            shapes = self._absent.get(unit)
+        for name, stages in self.cut.outer_modules.items():
+            shapes = self._absent.get(name)
             _route_calls(
-                model.get_submodule(unit),
-                lambda unit, args, kwargs, stages=stages, shapes=shapes: self._unit(stages, shapes, unit, args, kwargs),
+                model.get_submodule(name),
+                lambda outer, args, kwargs, stages=stages, shapes=shapes: self._outer(
+                    stages, shapes, outer, args, kwargs
+                ),
             )
 
     def forward(
@@ -110,9 +112,9 @@ class Stages:
             raise _StageEnd(output)
         return output
 
-    def _unit(self, stages: frozenset[int], shapes: Any, unit: Any, args: Any, kwargs: Any) -> Any:
+    def _outer(self, stages: frozenset[int], shapes: Any, outer: Any, args: Any, kwargs: Any) -> Any:
         self._range()
-        return unit(*args, **kwargs) if self._running in stages else shapes(*args, **kwargs)
+        return outer(*args, **kwargs) if self._running in stages else shapes(*args, **kwargs)
 
     def _range(self) -> tuple[int, int]:
         if self._running is None:
@@ -128,7 +130,7 @@ class Stages:
         own = set(self.own)
         first = {parameter: name for name, parameter in model.named_parameters()}
         stages_of = {name: {stage} for stage, (a, b) in enumerate(self.cut.ranges) for name in self.cut.layers[a:b]}
-        stages_of |= {name: set(stages) for name, stages in self.cut.units.items()}
+        stages_of |= {name: set(stages) for name, stages in self.cut.outer_modules.items()}
         for name, module in model.named_modules():
             enclosing = next((each for each in stages_of if f"{name}.".startswith(f"{each}.")), None)
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
