@@ -72,6 +72,15 @@ def refusal(refused: Callable[[], Any]) -> str:
     return str(error.value)
 
 
+def refusal_of_model(config: ModelConfig, mesh: ProcessMesh, named: dict[str, int], **options: Any) -> str:
+    """The error of `parallelize` under `exact`. options: further ones of the plan."""
+    with torch.device("meta"):
+        model = make_model(config)
+    pipeline = PipelinePlan(microbatches=2) if "pp" in mesh.axis_names else None
+    plan = replace(model.parallel_plan(), exact=named, pipeline=pipeline, **options)
+    return refusal(lambda: parallelize(model, mesh, plan))
+
+
 TABLE: list[tuple[str, ModelConfig, dict[str, int], str]] = [
     ("kv-heads", replace(LLAMA, num_kv_heads=2), {"dp": 1, "tp": 4}, "name tp=2 or less"),
     ("heads", replace(LLAMA, num_heads=2, num_kv_heads=2, head_dim=16), {"tp": 4}, "sizes that work: 1, 2"),
@@ -85,35 +94,21 @@ def test_a_model_that_the_named_mesh_cannot_cut_is_refused_on_every_mesh(
     config: ModelConfig, named: dict[str, int], words: str
 ) -> None:
     for mesh in meshes_within(named):
-        with torch.device("meta"):
-            model = make_model(config)
-        pipeline = PipelinePlan(microbatches=2) if "pp" in mesh.axis_names else None
-        plan = replace(model.parallel_plan(), exact=named, pipeline=pipeline)
-        message = refusal(lambda model=model, mesh=mesh, plan=plan: parallelize(model, mesh, plan))
+        message = refusal_of_model(config, mesh, named)
         assert words in message, mesh
         assert "exact" in message or "'tp' of size 4" in message
 
 
-def test_heads_that_ulysses_cannot_cut_on_the_named_mesh_are_refused_on_every_mesh() -> None:
-    named = {"cp": 4, "tp": 2}
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        pytest.param({"cp": 4, "tp": 2}, "tp x cp = 2 x 4", id="heads-that-do-not-divide"),
+        pytest.param({"cp": 2, "tp": 2}, "exact cp=2,tp=2 cannot be kept with the context ulysses", id="heads-over-tp"),
+    ],
+)
+def test_ulysses_that_the_named_mesh_cannot_have_is_refused_on_every_mesh(named: dict[str, int], words: str) -> None:
     for mesh in meshes_within(named):
-        with torch.device("meta"):
-            model = make_model(LLAMA)
-        pipeline = PipelinePlan(microbatches=2) if "pp" in mesh.axis_names else None
-        plan = replace(model.parallel_plan(), exact=named, context="ulysses", pipeline=pipeline)
-        message = refusal(lambda model=model, mesh=mesh, plan=plan: parallelize(model, mesh, plan))
-        assert "tp x cp = 2 x 4" in message
-
-
-def test_ulysses_with_heads_over_tp_is_refused_on_every_mesh() -> None:
-    named = {"cp": 2, "tp": 2}
-    for mesh in meshes_within(named):
-        with torch.device("meta"):
-            model = make_model(LLAMA)
-        pipeline = PipelinePlan(microbatches=2) if "pp" in mesh.axis_names else None
-        plan = replace(model.parallel_plan(), exact=named, context="ulysses", pipeline=pipeline)
-        message = refusal(lambda model=model, mesh=mesh, plan=plan: parallelize(model, mesh, plan))
-        assert "exact cp=2,tp=2 cannot be kept with the context ulysses" in message
+        assert words in refusal_of_model(LLAMA, mesh, named, context="ulysses"), mesh
 
 
 @pytest.mark.parametrize(

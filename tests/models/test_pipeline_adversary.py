@@ -108,7 +108,7 @@ def alone(program: Program) -> list[float]:
 
 
 def run(program: Program) -> list[str | float]:
-    """The loss of each event, or what is wrong with it; at last the parameters that differ from one process's."""
+    """The loss of each event, or an error in words; at last the names of parameters which differ from one process."""
     mesh = ProcessMesh.grid(**program.axes)
     faults: list[Fault] = []
 
@@ -150,19 +150,19 @@ def run(program: Program) -> list[str | float]:
             case "error":
                 fault = next(each for each in faults if each.place == arguments[1])
                 fault.armed, fault.calls, fault.call = True, 0, 0
-                error = raised(lambda: step(*batch(arguments[0], number)))  # noqa: B023
+                error = raised(partial(step, *batch(arguments[0], number)))
                 fault.armed = False
                 if arguments[1] == "criterion":
                     fault.armed = True
                     error = raised(
-                        lambda: forward_backward(model, fault.criterion, *batch(arguments[0], number), sync=syncs[0])  # noqa: B023
+                        partial(forward_backward, model, fault.criterion, *batch(arguments[0], number), sync=syncs[0])
                     )
                     fault.armed = False
                 if f"in {arguments[1]}" not in error:
                     loss = error
                 model.zero_grad()
             case "copy":
-                error = raised(lambda: copy.deepcopy(model))  # noqa: B023
+                error = raised(partial(copy.deepcopy, model))
                 if "cannot be copied" not in error:
                     loss = error
         found.append(loss)

@@ -71,7 +71,7 @@ class ExchangeOptions(NamedTuple):
     scores: Scores
     dropout: float  # the share of attention weights set to zero
     number: int  # the dropout key as an int; not read where the call has a tensor for the dropout key
-    name: str | None  # combined with the dropout key, so that each layer has its own mask
+    name: str | None  # combined with the dropout key: each layer draws another mask
     first_row: int  # the first of this rank's rows
     first_head: int  # the first of this rank's query heads
     heads: int  # query heads of all ranks

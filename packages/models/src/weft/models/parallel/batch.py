@@ -53,9 +53,18 @@ def order_of(tokens: Tensor) -> Runs | RowOrders | None:
     return order
 
 
-def is_same_order(order: Runs | RowOrders, another: Runs | RowOrders) -> bool:
-    """Whether two orders of layout are equal."""
-    return order.is_same(another) if isinstance(order, RowOrders) else order == another
+def check_one_batch(order: Any, another: Any, name: str) -> None:
+    """Raises ValueError where a tensor is of another batch than the tokens: where the orders differ.
+
+    order, another: of the tokens and of the tensor, as of `order_of`; None tells nothing. name: of the tensor.
+    """
+    if order is None or another is None:
+        return
+    if not (order.is_same(another) if isinstance(order, RowOrders) else order == another):
+        raise ValueError(
+            f"the tokens and the {name} come from two calls of lay_out_batch, which cut the rows in two ways; give "
+            f"tokens, positions, documents and targets of one batch"
+        )
 
 
 class ModelArguments:
@@ -112,11 +121,7 @@ def check_order(
     order: of the tokens, as of `order_of`. model, argument: names of the model and of the tokens' argument, for errors.
     """
     if isinstance(positions, OrderedPositions):
-        if order is not None and not is_same_order(order, positions.order):
-            raise ValueError(
-                "the tokens and the positions come from two calls of lay_out_batch, which cut the rows in two ways; "
-                f"give {model} tokens, positions and documents of one batch"
-            )
+        check_one_batch(order, positions.order, "positions")
     elif order is not None and positions is not None:
         raise ValueError(
             f"the tokens are in the order {order} of lay_out_batch, but the positions carry no order; give the "

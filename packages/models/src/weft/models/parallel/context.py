@@ -31,8 +31,8 @@ from .batch import (
     ModelArguments,
     Ordered,
     OrderedPositions,
+    check_one_batch,
     check_order,
-    is_same_order,
     order_of,
     ordered_positions,
     sharded_on_tokens,
@@ -138,12 +138,7 @@ class _ModelHook:
         positions, documents = ordered_positions(arguments.get("positions")), arguments.get("documents")
         order = self._arguments.order(args, kwargs)
         if isinstance(documents, DTensor):
-            of_documents = order_of(documents)
-            if order is not None and of_documents is not None and not is_same_order(order, of_documents):
-                raise ValueError(
-                    "the tokens and the documents come from two calls of lay_out_batch, which cut the rows in two "
-                    "ways; give the model tokens, positions and documents of one batch"
-                )
+            check_one_batch(order, order_of(documents), "documents")
             arguments["documents"] = _whole_tokens(documents)
         first = self._arguments.first_name(kwargs)
         check_order(tokens, order, positions, self._context, self._model_name, first)

@@ -79,7 +79,7 @@ class _SwitchedModule:
         return self.module, self.forward
 
     def __setstate__(self, state: tuple[nn.Module, Callable[..., Any]]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        _SwitchedModule.__init__(self, *state)
 
 
 class _Contents:

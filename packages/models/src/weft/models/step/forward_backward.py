@@ -15,7 +15,7 @@ from weft.reshard import GradientSync, exact_sums, layout_of
 from weft.reshard.extension import exact_axes, wrap
 
 from ..exact import check_laid_out, refuse_compiled
-from ..parallel.batch import OrderedPositions, check_batch_order, in_order, is_same_order, lay_out_batch, order_of
+from ..parallel.batch import OrderedPositions, check_batch_order, check_one_batch, in_order, lay_out_batch, order_of
 from ..parallel.context import has_context_axis
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
@@ -110,12 +110,7 @@ def divide_batch(
         )
     if mesh_and_plan is not None and has_context_axis(mesh_and_plan[0]):
         check_batch_order(tokens, inputs.get("positions"), mesh_and_plan[1])
-    order, of_targets = order_of(tokens), order_of(targets)
-    if order is not None and of_targets is not None and not is_same_order(order, of_targets):
-        raise ValueError(
-            "the tokens and the targets come from two calls of lay_out_batch, which cut the rows in two ways; give "
-            "tokens and targets of one batch"
-        )
+    check_one_batch(order_of(tokens), order_of(targets), "targets")
     exact = exact_axes()
     if exact is not None and isinstance(tokens, DTensor):
         check_laid_out(exact, tokens.shape[0], tokens.shape[1], count)

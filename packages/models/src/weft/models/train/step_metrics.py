@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..data.batches import Batches
+from ..data.examples.example import Task
 from ..data.examples.rows import ExampleBatches
 from ..mixture_config import MixtureConfig
 from ..step.find_gradients import StepResult
@@ -37,7 +38,9 @@ def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
     return [dict(zip(ROUTER_METRICS, row, strict=True)) for row in torch.stack(rows).tolist()]
 
 
-def preference_metrics(steps: Sequence[UnreadStep], batches: Batches | ExampleBatches) -> list[dict[str, float | None]]:
+def preference_metrics(
+    steps: Sequence[UnreadStep], task: Task, batches: Batches | ExampleBatches
+) -> list[dict[str, float | None]]:
     """For each step the values of PREFERENCE_METRICS by name; empty but for dpo and kto. Waits for the device once.
 
     A step of kto in which all examples have the same label has None as the missing label's reward, and as the margin.
@@ -46,7 +49,7 @@ def preference_metrics(steps: Sequence[UnreadStep], batches: Batches | ExampleBa
     if any(each is None for each in sums):
         return [{} for _ in steps]
     rows = torch.stack([each for each in sums if each is not None]).tolist()
-    if len(rows[0]) == 4:  # dpo
+    if task == "dpo":
         return [dict(zip(PREFERENCE_METRICS[:4], row, strict=True)) for row in rows]
     assert isinstance(batches, ExampleBatches), "preferences are of examples"
     found: list[dict[str, float | None]] = []

@@ -204,7 +204,7 @@ class Trainer:
         steps, self._unread_steps = self._unread_steps, []
         losses = torch.stack([each.result.loss for each in steps]).tolist()
         norms = torch.stack([each.result.grad_norm for each in steps if each.result.grad_norm is not None]).tolist()
-        of_routers, of_preferences = router_metrics(steps), preference_metrics(steps, self._batches)
+        of_routers, of_preferences = router_metrics(steps), preference_metrics(steps, self._config.task, self._batches)
         self.load = sum_loads(steps)
         seconds, waited = time.perf_counter() - self._read_at, self.wait_timer.pop_seconds()
         waited_for_data, self._prefetch.waited = self._prefetch.waited, 0.0

@@ -56,7 +56,7 @@ class Use:
         return self._module, self._name
 
     def __setstate__(self, state: tuple[nn.Module, str]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        Use.__init__(self, *state)
 
     @property
     def parameter(self) -> DTensor:

@@ -95,7 +95,7 @@ class Unit:
 
     def __setstate__(self, state: tuple[ModelGathering, list[ParameterSlot], bool]) -> None:
         model_gathering, slots, keep_for_backward = state
-        self.__init__(model_gathering, slots, keep_for_backward=keep_for_backward)  # type: ignore[misc]
+        Unit.__init__(self, model_gathering, slots, keep_for_backward=keep_for_backward)
 
     def full_parameters(self) -> dict[DTensor, FullParameter]:
         """{shard: full copy}, read by GradientSync. For use between calls of the module, while slots hold shards."""

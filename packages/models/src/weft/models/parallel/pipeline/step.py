@@ -114,7 +114,7 @@ class RunningStep:
                 output = self._stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
             return output if stage < self._last else self._loss_of(output, microbatch)
 
-        output = self._attempt(action, work)
+        output = self._attempt(action, lambda: self._run(action, work))
         if stage < self._last:
             self._send("F", stage + 1, action, output)
         elif not self._is_training:
@@ -130,7 +130,7 @@ class RunningStep:
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         if action.kind == "W":
-            self._attempt(action, lambda: [add() for add in self._later.pop(key)])
+            self._attempt(action, lambda: self._run(action, lambda: [add() for add in self._later.pop(key)]))
         else:
             received_gradients: Any = self._receive("B", action) if action.stage < self._last else None
             delay: AbstractContextManager[DelayedGradients] = (
@@ -145,23 +145,27 @@ class RunningStep:
                     self._later[key] = later
                 return [x.grad for x in received]
 
-            gradients = self._attempt(action, work)
+            gradients = self._attempt(action, lambda: self._run(action, work))
             if action.stage:
                 self._send("B", action.stage - 1, action, gradients)
         if action.kind != "I":
             self._held.pop(key, None)
 
-    def _attempt(self, action: Action, work: Callable[[], Any]) -> Any:
-        """The result of an action's work, or of a recorded action under `RepeatedActions`; None after a failure.
+    def _run(self, action: Action, work: Callable[[], Any]) -> Any:
+        """The result of an action's work, or of a recorded action under `RepeatedActions`."""
+        if self.repeated is None:
+            return work()
+        return self.repeated.run(action, self._kinds[action.microbatch], len(self._microbatches), work)
 
-        An error of the work is this rank's failure. On shapes, where no other rank waits, the error is raised.
+    def _attempt(self, action: Action, part: Callable[[], Any]) -> Any:
+        """The result of a part of an action; None after a failure.
+
+        An error is this rank's failure. On shapes, where no other rank waits, the error is raised.
         """
         if self._failure is not None:
             return None
         try:
-            if self.repeated is None:
-                return work()
-            return self.repeated.run(action, self._kinds[action.microbatch], len(self._microbatches), work)
+            return part()
         except Exception as error:
             if not world().peers_run:
                 raise
@@ -176,21 +180,11 @@ class RunningStep:
     def _send(self, direction: str, stage: int, action: Action, message: Any) -> None:
         """Send a message into a stage; after a failure, zeros or the word that no message comes."""
         kind, channel = self._kinds[action.microbatch], self._channel(direction, stage)
+        self._attempt(action, lambda: channel.check(message, kind))
         if self._failure is None:
-            self._attempt_to_send(channel, message, kind, action)
-        else:
-            channel.send_nothing(kind)
-
-    def _attempt_to_send(self, channel: Channel | Handover, message: Any, kind: Any, action: Action) -> None:
-        try:
-            channel.check(message, kind)
-        except RuntimeError as error:
-            if not world().peers_run:
-                raise
-            self._fail(Failure(action, error))
-            channel.send_nothing(kind)
-        else:
             channel.send(message, kind)
+        else:
+            channel.send_nothing(kind)
 
     def _receive(self, direction: str, action: Action) -> Any:
         """The next message into the action's stage. Without a message this rank fails, too."""
