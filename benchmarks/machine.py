@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import date
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -12,6 +13,11 @@ CPUINFO = Path("/proc/cpuinfo")
 def told() -> dict[str, str | int | float]:
     """The CPU model; the number of cores available to this process; and the mean load over the last minute."""
     return {"cpu": model(), "cores": cores(), "load": round(os.getloadavg()[0], 2)}
+
+
+def in_words() -> str:
+    """The machine and the day, as a source of measured figures."""
+    return f"{model()}, {cores()} cores, on {date.today():%d %B %Y}, load {os.getloadavg()[0]:.1f}"
 
 
 def model(cpuinfo: Path = CPUINFO) -> str:

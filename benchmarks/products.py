@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import matmul, swiglu_linear
 from weft.kernels.matmul import reference, scaled_mm
-from weft.kernels.matmul.configurations import MEASURED, Configuration, Kind
+from weft.kernels.matmul.configurations import MEASURED, Configuration, ProductKind
 
 from benchmarks.failures import Failures
 from benchmarks.timing import Clock, Timed, in_turn
@@ -236,7 +236,7 @@ def _swiglu(a: Tensor, b: Tensor, up: Tensor) -> Tensor:
 class What:
     """A kind of product: the ways to compute it, and the true value."""
 
-    of: Kind  # the kind's name in the table of measurements
+    of: ProductKind  # the kind's name in the table of measurements
     ways: Callable[..., dict[str, Way]]
     truth: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from a, b, up and the bias
     format: Format = BF16

@@ -44,7 +44,9 @@ class Sizes:
 
 # Mixtral's experts are 3.5 times as wide as its hidden states, Qwen 3's 0.375 times; the last sizes are mixtral-tiny's.
 # A narrow expert has few products for each row which is gathered, activated and added, in memory beyond the core's own
-# caches. The bounds leave room for further programs on the machine, which slow the memory more than the products.
+# caches. The stacked gradients are new memory in each step, which the products alone do not touch: at 512 x 192 their
+# 75 MB are 18,401 page faults, 36 ms of 509, where transformers' matrices of 0.4 MB are reused. The bounds leave
+# room for further programs on the machine, which slow the memory more than the products.
 SIZES = [
     Sizes(256, 96, 64, 8, most=1.8),
     Sizes(512, 192, 64, 8, most=1.5),

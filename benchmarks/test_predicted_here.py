@@ -1,14 +1,12 @@
 """Predicts steps on this machine and times them: three small models under eight plans each, on one and two processes.
 
 The machine must be quiet. `weft measure` measures it first, for a minute; PREDICTED_CHIP names a file measured before.
-`weft explain --chip FILE --json` predicts each plan's step. Runs of `weft train` take turns; the median step counts.
+The plans' steps take turns, in two processes, and each plan is predicted as by `weft explain --chip FILE`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,11 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.conftest import Tell
+pytest.importorskip("rich", reason="the steps are of `weft train`, which prints with rich")
+from weft.models.cli.prediction import predict
+from weft.models.cli.train import _complete_run
+from weft.models.predict.chip import load_chip
+from weft.models.train.run import Run
 
-ROUNDS, STEPS, WARMUP = 3, 8, 2  # runs of a plan, steps of a run, and steps that do not count
+from benchmarks import history, machine
+from benchmarks.conftest import Tell
+from benchmarks.record import keep_rows
+from benchmarks.steps_here import time_steps
+from tests.support.pool import Pool
+
+ROUNDS = 5  # turns of each plan's steps
 WITHIN = 0.15  # of the measured time, each
 LEAST_TAU = 0.8
+LONGEST = 900.0  # seconds for all steps
 NEAR_FASTEST = 0.05  # the plan predicted to be fastest takes this much longer than the fastest, at most
 WEFT = (sys.executable, "-m", "weft.models.cli")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}  # as `weft train` sets it for 2 processes on 2 cores
@@ -67,19 +76,11 @@ def weft(*arguments: str, folder: Path) -> str:
     return result.stdout
 
 
-def options(case: Case, folder: Path) -> tuple[str, ...]:
-    return "llama-tiny", *MODELS[case[0]], *PLANS[case[1]], "--data.path", str(folder / "text.txt")
-
-
-def steps_of(case: Case, folder: Path, number: int) -> list[float]:
-    """Seconds of the steps of a run, without the first."""
-    output = folder / f"run-{number}"
-    length = ("--steps", str(STEPS), "--log-every", "1", "--no-check", "--output", str(output))
-    weft("train", *options(case, folder), *length, folder=folder)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    sizes = MODELS[case[0]]
-    tokens = int(sizes[sizes.index("--data.batch-size") + 1]) * int(sizes[sizes.index("--data.sequence-length") + 1])
-    return [tokens / each["tokens_per_second"] for each in lines[WARMUP:]]
+def run_of(case: Case, folder: Path) -> Run:
+    """The run of `weft train` under the case's model and plan."""
+    length = ("--steps", "1000", "--no-check", "--output", str(folder / "-".join(case)))
+    options = "llama-tiny", *MODELS[case[0]], *PLANS[case[1]], "--data.path", str(folder / "text.txt"), *length
+    return _complete_run(list(options), None)[0]
 
 
 def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float:
@@ -95,24 +96,22 @@ def test_kendall_tau() -> None:
     assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
 
 
+@pytest.mark.timeout(1800)
 def test_predicted_beside_measured(tell: Tell, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Call me by my layout, said the tensor to the mesh. " * 4000)
     file = os.environ.get("PREDICTED_CHIP", str(tmp_path / "here.toml"))
     if "PREDICTED_CHIP" not in os.environ:
         print(weft("measure", "--processes", "2", "--output", file, folder=tmp_path))
-    predicted: dict[Case, float] = {}
-    for case in CASES:
-        shown = weft("explain", *options(case, tmp_path), "--chip", file, "--json", folder=tmp_path)
-        predicted[case] = json.loads(shown)["seconds"]
-
-    def measure() -> dict[Case, float]:
-        found: dict[Case, list[float]] = {case: [] for case in CASES}
-        for turn in range(ROUNDS):
-            for number, case in enumerate(CASES):
-                found[case] += steps_of(case, tmp_path, turn * len(CASES) + number)
-        return {case: statistics.median(seconds) for case, seconds in found.items()}
-
-    measured = tell.measuring(measure)
+    chip, runs = load_chip(file), {case: run_of(case, tmp_path) for case in CASES}
+    with Pool(None) as pool:
+        timed, _ = tell.measuring(pool.run, time_steps, runs, ROUNDS, ranks=2, timeout=LONGEST)
+    measured = {case: min(seconds) for case, seconds in timed.items()}  # disturbances only make a step longer
+    predicted = {case: predict(run.config, run.axes, chip).estimate.seconds for case, run in runs.items()}
+    row = {"figure": "seconds", "machine": machine.in_words()}
+    keep_rows(
+        history.RESULTS / "predicted_seconds_here.json",
+        [{"row": ", ".join(case), **row, "predicted": predicted[case], "measured": measured[case]} for case in CASES],
+    )
     failures = []
     for case in CASES:
         ratio = predicted[case] / measured[case]

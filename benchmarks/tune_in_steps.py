@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import all_gather_matmul, linear, matmul_reduce_scatter
 from weft.kernels.launching.measured import write_table
-from weft.kernels.matmul.sharded.choice import TABLE, Form, ShardedProduct, Timing, chip_name
+from weft.kernels.matmul.sharded.choice import TABLE, OverlappedOp, ShardedProduct, Timing, chip_name
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard
 
@@ -30,7 +30,7 @@ from benchmarks.timing import Clock, Device, in_turn
 
 VOCABULARY = 128256
 # Rows and columns of the weights of layers which may run in steps: layers which reduce their output, and the head.
-PRODUCTS: tuple[tuple[Form, int, int], ...] = (
+PRODUCTS: tuple[tuple[OverlappedOp, int, int], ...] = (
     *(("matmul_reduce_scatter", *sizes[name]) for sizes in (LLAMA_8B, LLAMA_70B) for name in ("o", "down")),
     *(("all_gather_matmul", VOCABULARY, sizes["o"][1]) for sizes in (LLAMA_8B, LLAMA_70B)),
 )
@@ -38,7 +38,15 @@ STEPS, PAIR = "in steps", "a collective and a product"
 
 
 def timed(
-    form: Form, M: int, N: int, K: int, device: str, dtype: torch.dtype, clock: Clock, where: str, rounds: int = 10
+    form: OverlappedOp,
+    M: int,
+    N: int,
+    K: int,
+    device: str,
+    dtype: torch.dtype,
+    clock: Clock,
+    where: str,
+    rounds: int = 10,
 ) -> Timing:
     """Times a product of x [1, M, K] and a weight [N, K] in both ways. Every rank must call this.
 
@@ -101,7 +109,7 @@ def measure(
     clock: Clock,
     where: str,
     tokens: Iterable[int] = TOKENS,
-    products: Iterable[tuple[Form, int, int]] = PRODUCTS,
+    products: Iterable[tuple[OverlappedOp, int, int]] = PRODUCTS,
 ) -> None:
     """Times the products, and adds each row to the table at once. Every rank must call this."""
     rows, chip = Timing.read(table), chip_name(torch.device(device))

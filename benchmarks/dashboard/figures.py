@@ -161,20 +161,25 @@ def _of_losses(title: str, found: Curves) -> Iterator[Figure]:
                 yield lines(title, f"{note}; {name}", points, scale, across, named=some is apart, height=170)
 
 
-def predicted(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """A strip: a row for each figure, given or held out, and in it a tick for each published step."""
+def predicted(rows: Sequence[Mapping[str, Any]], beside: str) -> Figure:
+    """A strip: a row for each figure, given or held out, and in it a tick for each step.
+
+    beside: the key of the value that the prediction is divided by: "reported" or "measured".
+    """
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for each in rows:
-        by_name.setdefault(each["figure"] + (", held out" if each["held_out"] else ""), []).append(each)
+        by_name.setdefault(each["figure"] + (", held out" if each.get("held_out") else ""), []).append(each)
     strips = []
     for name, some in by_name.items():
-        ratios = {each["row"]: each["predicted"] / each["reported"] for each in some}
+        ratios = {each["row"]: each["predicted"] / each[beside] for each in some}
         errors = [abs(ratio - 1) for ratio in ratios.values()]
         text = f"off by {statistics.fmean(errors):.1%}, at most {max(errors):.1%}"
         marks = [{"value": ratio, "tip": f"{row}: {times(ratio)}"} for row, ratio in ratios.items()]
         strips.append(Row(name, marks, text, way="Weft"))
     scale = axis([0.8, 1.25, *(mark["value"] for each in strips for mark in each.marks)], "×")
-    return strip("Predicted over reported", f"{several(len({each['row'] for each in rows}), 'step')}", strips, scale, 1)
+    return strip(
+        f"Predicted over {beside}", f"{several(len({each['row'] for each in rows}), 'step')}", strips, scale, 1
+    )
 
 
 def reshard(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:

@@ -85,14 +85,17 @@ def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
 
 
 def _shared(results: Results) -> list[Section]:
-    """Sections about every device: layout changes, predictions of published steps, and compiled kernels."""
+    """Sections about every device: layout changes, predictions of steps, and compiled kernels."""
     made = []
     if results.engines:
         title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
         made.append(Section("every-ratio", title, drawn, [tables.engines(results.engines)]))
     if rows := results.predictions:
         title = "Predicted steps, beside those that others have published"
-        made.append(Section("predicted", title, [figures.predicted(rows)], [tables.predictions(rows)]))
+        made.append(Section("predicted", title, [figures.predicted(rows, "reported")], [tables.predictions(rows)]))
+    if rows := results.measured:
+        title = "Predicted steps, beside the same steps on a machine"
+        made.append(Section("measured", title, [figures.predicted(rows, "measured")], [tables.measured(rows)]))
     if rows := results.variants:
         spills = sum(row["spill_bytes"] > 0 for row in rows)
         registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))
@@ -113,6 +116,7 @@ def _raw(results: Results) -> dict[str, str]:
     shared = {
         "reshard_bytes.json": results.engines,
         "predicted.json": results.predictions,
+        "predicted_here.json": results.measured,
         f"aot/triton-{results.triton}.json": results.variants,
     }
     return found | {name: "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" for name, rows in shared.items() if rows}

@@ -15,7 +15,9 @@ ENGINE = {"engine": str, "mesh": str, "shape": list, "pairs": int, "mean": float
 PREDICTION = {
     "row": str, "figure": str, "predicted": float, "reported": float, "held_out": bool, "source": str
 }  # fmt: skip
+MEASURED = {"row": str, "figure": str, "predicted": float, "measured": float, "machine": str}
 VARIANT = {"variant": str, "target": str, "registers": int, "spill_bytes": int, "shared_bytes": int, "accesses": dict}
+MEASURED_FILES = ("predicted_seconds_here.json", "predicted_memory_here.json")  # steps predicted and run on a machine
 Rows = tuple[Mapping[str, Any], ...]
 T = TypeVar("T")
 
@@ -35,13 +37,14 @@ class Device(NamedTuple):
 class Results(NamedTuple):
     """All that was read.
 
-    devices: a GPU's first. engines: rows of reshard_bytes.json. predictions: rows of predicted.json. variants: rows of
-    the newest aot/triton-*.json.
+    devices: a GPU's first. engines: rows of reshard_bytes.json. predictions: rows of predicted.json. measured: rows of
+    `MEASURED_FILES`. variants: rows of the newest aot/triton-*.json.
     """
 
     devices: tuple[Device, ...]
     engines: Rows
     predictions: Rows
+    measured: Rows
     variants: Rows
     triton: str
     budgets: int
@@ -72,6 +75,7 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
         devices=tuple(sorted(devices, key=lambda device: (device.newest.on_cpu, device.name))),
         engines=shared(results / "reshard_bytes.json", ENGINE),
         predictions=shared(results / "predicted.json", PREDICTION),
+        measured=tuple(row for name in MEASURED_FILES for row in shared(results / name, MEASURED)),
         variants=shared(compiled, VARIANT),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",
         budgets=len(budgets.counts) if budgets else 0,
@@ -92,7 +96,7 @@ def _rows(file: Path, wanted: Mapping[str, type]) -> Rows:
             for name, kind in wanted.items():
                 taken(row, name, kind)
             ratios = row.get("ratios", {})
-            told = (row.get(name, 1) for name in ("mean", "max", "predicted", "reported"))
+            told = (row.get(name, 1) for name in ("mean", "max", "predicted", "reported", "measured"))
             for number in (*told, *map(float, ratios), *ratios.values()):
                 if not is_number(number) or number <= 0:
                     raise ValueError(f"{number!s:.60} is among its numbers, and one above 0 is wanted")

@@ -205,6 +205,19 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table("predictions", "Steps that others have published: predicted beside reported", head, made)
 
 
+def measured(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Predicted beside measured figures of steps on a machine of this project."""
+    made = []
+    for each in rows:
+        unit = "time" if each["figure"] == "seconds" else "bytes"
+        values = [quantity(unit, each[key]) for key in ("predicted", "measured")]
+        ratio, machine = times(each["predicted"] / each["measured"]), Cell(printable(each["machine"]), missing=True)
+        cells: list[Cell | str] = [*values, ratio, machine]
+        made.append(row((each["row"], each["figure"]), cells))
+    head = ("step", "figure", "predicted", "measured", "predicted / measured", "machine")
+    return table("measured", "Steps of small models, run here: predicted beside measured", head, made)
+
+
 def compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("registers", "spilt", "shared", "loads and stores by their bits")
     made, targets = [], list(dict.fromkeys(each["target"] for each in rows))

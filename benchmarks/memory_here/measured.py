@@ -1,7 +1,7 @@
 """The memory of real training steps on this machine's CPU: counted by torch's allocator, and resident by the kernel.
 
 The two measurements share no code with the prediction. Both take the second step of a new model, whose first step makes
-the optimizer's states and the buffers that stay.
+the optimizer's states and the buffers that stay. `Parts` has what else is resident in the process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +28,8 @@ from weft.models.step.forward_backward import divide_batch
 from weft.reshard import GradientSync
 
 MEASURED_STEP = "measured step"
+COUNTS = 6  # attempts to count without a free missed by torch's profiler
+LOST = 0.002  # share of the peak that may be left after a model is gone: tables of libraries
 MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1 << 16, -1, -3  # glibc's mallopt
 
 
@@ -93,8 +96,37 @@ def steps(case: Case) -> Iterator[Callable[[], None]]:
     sync.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Bytes of a rank, in a process with a single thread."""
+
+    counted: int  # the most given out by torch's allocator at once in the step, the model included
+    resident: int  # the most in physical memory in the step, beyond what the process held before the model was made
+    imported: int  # in physical memory before the first model: Python, torch and Weft, and the group of processes
+    kept: int  # in physical memory after a model is gone, beyond `imported`: code run since, buffers of libraries
+
+
 def counted_peak(case: Case) -> int:
-    """The most bytes that torch's allocator has given out at once in the second step, all of the model included."""
+    """The most bytes that torch's allocator has given out at once in the second step, all of the model included.
+
+    torch's profiler sees the allocator's calls by this thread alone. A thread of gloo that is the last to let go of a
+    tensor frees unseen, and the tensor counts for ever: then bytes are left after the model is gone, and the count is
+    taken again, up to `COUNTS` times. A missed free only adds, so the least count is returned.
+    Communication: the step's, and an all-reduce, by which all ranks count again or none.
+    """
+    counts: list[int] = []
+    for _ in range(COUNTS):
+        most, left = _count(case)
+        counts.append(most)
+        is_missed = torch.tensor(float(abs(left) > LOST * most))
+        dist.all_reduce(is_missed, dist.ReduceOp.MAX)
+        if not is_missed:
+            break
+    return min(counts)
+
+
+def _count(case: Case) -> tuple[int, int]:
+    """(the most bytes in the second step, bytes left after the model is gone), as this thread allocates and frees."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for step in steps(case):
@@ -102,8 +134,10 @@ def counted_peak(case: Case) -> int:
             gc.collect()  # the model before it was laid out is part of reference cycles
             with record_function(MEASURED_STEP):
                 step()
+        del step
+        gc.collect()
     changes, begin, end = [], 0, 0
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting += event.children
@@ -116,7 +150,7 @@ def counted_peak(case: Case) -> int:
         held += nbytes
         if begin <= at <= end:
             most = max(most, held)
-    return most
+    return most, held
 
 
 def resident_peak(case: Case) -> int:
@@ -124,8 +158,7 @@ def resident_peak(case: Case) -> int:
 
     The kernel's high-water mark is reset before the step.
     """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    _trim()
     before = _status("VmRSS")
     most = 0
     for step in steps(case):
@@ -137,23 +170,49 @@ def resident_peak(case: Case) -> int:
     return most - before
 
 
-def measure(case: Case) -> dict[str, int]:
-    """Both peaks of this rank.
+def measure(case: Case) -> Parts:
+    """The bytes of this rank, where malloc maps each block of 64 KiB or more by itself.
 
-    The same steps run before, so that what libraries keep is in memory already: code, stacks, the buffers of matrix
-    products and of sockets. None of it is tensors, and it does not grow with the steps. malloc maps each block of
-    64 KiB or more by itself, and gives it back when it is freed: gaps of a heap do not count.
+    A block is then given back when it is freed: gaps of a heap do not count, see `resident_with_heap`.
+    Communication: as `counted_peak`.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     libc.mallopt(M_TRIM_THRESHOLD, 0)
+    imported, kept = _warm_up(case)
+    return Parts(resident=resident_peak(case), counted=counted_peak(case), imported=imported, kept=kept)
+
+
+def resident_with_heap(case: Case) -> int:
+    """`resident_peak` with glibc's malloc as set by default. For a new process: earlier steps leave gaps in the heap.
+
+    Larger by the gaps: freed memory between blocks, or kept for later blocks. Communication: the step's.
+    """
+    _warm_up(case)
+    return resident_peak(case)
+
+
+def _warm_up(case: Case) -> tuple[int, int]:
+    """Run two steps of a model. Returns `Parts.imported` and `Parts.kept`.
+
+    What libraries keep is then in memory: code, stacks, the buffers of matrix products and of sockets. None of it is
+    tensors, and it does not grow with the steps.
+    """
     torch.set_num_threads(1)
+    _trim()
+    imported = _status("VmRSS")
     for step in steps(case):
         step()
         step()
     del step
-    resident = resident_peak(case)
-    return {"counted": counted_peak(case), "resident": resident}
+    _trim()
+    return imported, _status("VmRSS") - imported
+
+
+def _trim() -> None:
+    """Give back all memory that nothing holds."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:

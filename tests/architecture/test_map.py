@@ -205,6 +205,23 @@ QUESTIONS = [
     ("newest checkpoint", "models/train/folder.py"),
     ("not rounding", "models/compare/report.py"),
     ("exit status 2", "models/cli/arguments.py"),
+    ("mesh ranks stored", "mesh/ranks.py"),
+    ("numpy ints", "mesh/arguments.py"),
+    ("orthogonalizes matrix", "reshard/planning/matrices.py"),
+    ("placeholder .grad", "reshard/training/pending_gradient.py"),
+    ("gradient sums shared memory", "reshard/training/shared_memory.py"),
+    ("nearest least loaded holder", "reshard/planning/exchange.py"),
+    ("received bytes collective", "reshard/world/collective_bytes.py"),
+    ("sizes of blocks chip", "kernels/attention/launch.py"),
+    ("chunk memory limit", "kernels/linear_cross_entropy/chunks.py"),
+    ("differentiated again", "kernels/dispatch/sharded/second_derivatives.py"),
+    ("peak MFU", "models/train/measure.py"),
+    ("learning rate warmup", "models/train/learning_rate.py"),
+    ("options resumed run share", "models/train/saved_run.py"),
+    ("error one rank ends step", "models/parallel/pipeline/failures.py"),
+    ("peak plan fullest rank", "models/predict/plan_memory.py"),
+    ("lora patterns layers", "models/parallel/lora_targets.py"),
+    ("optimizer made", "models/train/optimizer.py"),
 ]
 
 

@@ -123,6 +123,11 @@ def shared(folder: Path) -> Cells:
         found |= {(*heads, "pairs"): [row["pairs"]], (*heads, "mean"): [row["mean"]], (*heads, "most"): [row["max"]]}
     for row in json.loads((folder / "predicted.json").read_text()):
         found |= {("predictions", row["row"], row["figure"], key): [row[key]] for key in ("predicted", "reported")}
+    for name in ("seconds", "memory"):
+        for row in json.loads((folder / f"predicted_{name}_here.json").read_text()):
+            found |= {("measured", row["row"], row["figure"], key): [row[key]] for key in ("predicted", "measured")}
+            ratio = row["predicted"] / row["measured"]
+            found["measured", row["row"], row["figure"], "predicted / measured"] = [ratio]
     for row in json.loads((folder / "aot/triton-3.7.1.json").read_text()):
         for word, key in (("registers", "registers"), ("spilt", "spill_bytes"), ("shared", "shared_bytes")):
             found["compiled", row["variant"], f"{row['target']} {word}"] = [row[key]]

@@ -24,6 +24,19 @@ def of_a_cpu(folder: Path) -> Path:
     (folder / "aot").mkdir()
     for name in ("aot/triton-3.7.1.json", "reshard_bytes.json", "predicted.json"):
         shutil.copy(ROOT / "benchmarks/results" / name, folder / name)
+    rows = [
+        {"row": "deep, dp", "figure": "seconds", "predicted": 0.1, "measured": 0.11, "machine": "CPU, a quiet hour"},
+        {"row": "wide, tp", "figure": "seconds", "predicted": 0.25, "measured": 0.2, "machine": "CPU, a quiet hour"},
+    ]
+    (folder / "predicted_seconds_here.json").write_text(json.dumps(rows))
+    memory = {
+        "row": "dp=2, rank 1",
+        "figure": "memory, counted",
+        "predicted": 2e8,
+        "measured": 1.99e8,
+        "machine": "CPU",
+    }
+    (folder / "predicted_memory_here.json").write_text(json.dumps([memory]))
     cpu_run().write(folder / "cpu")
     return folder
 
@@ -65,6 +78,8 @@ def hostile(folder: Path) -> Path:
     (folder / "reshard_bytes.json").write_text(json.dumps([row]))
     row = {"row": HOSTILE, "figure": HOSTILE, "predicted": 1.0, "reported": 2.0, "held_out": True, "source": HOSTILE}
     (folder / "predicted.json").write_text(json.dumps([row]))
+    row = {"row": HOSTILE, "figure": HOSTILE, "predicted": 1.0, "measured": 2.0, "machine": HOSTILE}
+    (folder / "predicted_memory_here.json").write_text(json.dumps([row]))
     return folder
 
 
@@ -75,6 +90,8 @@ def broken(folder: Path) -> Path:
         (folder / "NVIDIA-H200" / f"20260301T13000{number}Z_broken.json").write_text(text)
     (folder / "reshard_bytes.json").write_text('[{"engine": "Weft"}]')
     (folder / "predicted.json").write_text('[{"row": "a", "predicted": 0.0}]')
+    row = {"row": "a", "figure": "seconds", "predicted": 1.0, "measured": 0.0, "machine": "CPU"}
+    (folder / "predicted_seconds_here.json").write_text(json.dumps([row]))
     (folder / "aot").mkdir()
     (folder / "aot" / "triton-3.7.1.json").write_text("{}")
     return folder

@@ -88,15 +88,24 @@ def test_the_table_of_layout_changes(kept: dict[tuple[str, str, str], Case], mes
     assert re.search(rf"^\| {mesh}[^|]* \| {shares} \| {means} \| {most} \|$", RESHARD, re.MULTILINE)
 
 
-def test_predicted_steps() -> None:
+PREDICTED = {  # by heading in docs/results.md: the files of rows, and the key of the value beside the prediction
+    "Predicted steps": (("predicted.json",), "reported"),
+    "Predicted steps, run": (("predicted_seconds_here.json", "predicted_memory_here.json"), "measured"),
+}
+
+
+@pytest.mark.parametrize("heading", PREDICTED)
+def test_predicted_steps(heading: str) -> None:
     errors: dict[str, list[float]] = {}
-    for each in json.loads((ROOT / "benchmarks/results/predicted.json").read_text()):
-        figure = each["figure"] + (", held out" if each["held_out"] else "")
-        errors.setdefault(figure, []).append(abs(each["predicted"] / each["reported"] - 1))
+    files, beside = PREDICTED[heading]
+    for each in (row for file in files for row in json.loads((ROOT / "benchmarks/results" / file).read_text())):
+        figure = each["figure"] + (", held out" if each.get("held_out") else "")
+        errors.setdefault(figure, []).append(abs(each["predicted"] / each[beside] - 1))
     shown = [
         f"| {name} | {len(some)} | {statistics.fmean(some):.1%} | {max(some):.1%} |" for name, some in errors.items()
     ]
-    assert "\n".join(["|---|---|---|---|", *shown, ""]) in (ROOT / "docs/results.md").read_text()
+    _, _, section = (ROOT / "docs/results.md").read_text().partition(f"## {heading}\n")
+    assert "\n".join(["|---|---|---|---|", *shown, ""]) in section.partition("\n## ")[0]
 
 
 ENGINES = ("Weft", "DTensor", "DTensor, min-cost")

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 from weft.kernels.launching.measured import write_table
-from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, ShardedProduct, Timing
+from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, OverlappedOp, ShardedProduct, Timing
 
 from benchmarks import tune_in_steps
 from benchmarks.timing import Host
 from tests.support.pool import Pool
 
-SMALL: list[tuple[Form, int, int]] = [("all_gather_matmul", 12, 8), ("matmul_reduce_scatter", 12, 8)]
+SMALL: list[tuple[OverlappedOp, int, int]] = [("all_gather_matmul", 12, 8), ("matmul_reduce_scatter", 12, 8)]
 
 
-def found(form: Form) -> Timing:
+def found(form: OverlappedOp) -> Timing:
     return tune_in_steps.timed(form, 6, 12, 8, "cpu", torch.float32, Host(), "here", rounds=2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_both_ways_are_compared_and_timed(pool: Pool, form: Form, tmp_path: Path) -> None:
+def test_both_ways_are_compared_and_timed(pool: Pool, form: OverlappedOp, tmp_path: Path) -> None:
     first, second = pool.run(found, form, ranks=2)
     assert first == second and min(first.seconds, first.pair_seconds) > 0
     assert first.of == ShardedProduct(form, "cpu", "float32", 2, 8, 16, 8)
@@ -35,7 +35,7 @@ def measured(table: Path) -> list[str]:
     """The products that were timed."""
     timed, names = tune_in_steps.timed, []
 
-    def noted(form: Form, *rest: Any) -> Timing:
+    def noted(form: OverlappedOp, *rest: Any) -> Timing:
         names.append(form)
         return timed(form, *rest, rounds=2)
 

@@ -90,6 +90,7 @@ def check(pool: Pool, folder: Path, meshes: dict[str, Mesh], steps: int, plan: d
     print(f"{steps} steps on {', '.join(meshes)}: {len(ways)} kills, {lost} steps done again")
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_on_each_mesh_ends_with_the_bytes_of_one_process(pool: Pool, folder: Path) -> None:
     """The plans' zero differs, too: with a single microbatch all levels agree."""
     check(pool, folder, SMALL, 12, {"microbatches": 1}, {})

@@ -173,6 +173,19 @@ CASES = {
         lambda logits, experts, sums: sums + statistics(logits, experts),
         (normal(B, V), ints(V, B, 2), normal(1, 2 * V + 1)),
     ),
+    "router_statistics-load": Case(
+        lambda logits, experts, load: kernels.router_statistics(logits, experts, load=load),
+        lambda logits, experts, load: torch.cat(
+            [statistics(logits, experts), (load / T * logits.softmax(-1).sum(1)).sum().view(1)]
+        ).unsqueeze(0),
+        (normal(B, T, V), ints(V, B, T, 2), normal(B, V, seed=1)),
+        constants=(2,),
+    ),
+    "sequence_load": Case(
+        lambda experts: kernels.sequence_load(experts, V),
+        lambda experts: F.one_hot(experts.long(), V).sum((1, 2)).float(),
+        (ints(V, B, T, 2),),
+    ),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(
         partial(kernels.embedding, padding_idx=-2),

@@ -39,6 +39,7 @@ def tensors() -> Made:
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
     made |= {"shares": normal(4, 2).float(), "sums": normal(1, 17).float(), "experts": ints(8, 4, 2)}
+    made |= {"load": normal(1, 8).float(), "ids": ints(8, 1, 4, 2)}
     return made | {"tokens": ints(8, 4), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
 
 
@@ -76,10 +77,12 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "route": (lambda scores, bias: kernels.route(scores, 2, bias=bias), "x vector"),
     "sigmoid_gate": (kernels.sigmoid_gate, "x of_rows"),
     "router_statistics": (kernels.router_statistics, "x experts sums"),
+    "router_statistics-load": (lambda x, ids, load: kernels.router_statistics(x, ids, load=load), "one_row ids load"),
+    "sequence_load": (partial(kernels.sequence_load, num_experts=8), "ids"),
     "swiglu": (kernels.swiglu, "x y"),
     "swiglu_linear": (kernels.swiglu_linear, "x weight up"),
 }  # fmt: skip
-INTS = ("tokens", "offsets", "experts")
+INTS = ("tokens", "offsets", "experts", "ids")
 TAKES_ANY = ("add",)  # torch's own addition, of ints too
 SEVERAL = [name for name, (_, operands) in CALLS.items() if " " in operands]
 

@@ -115,7 +115,7 @@ def every_layout_folded(name: str, named: ProcessMesh, mesh: ProcessMesh) -> dic
                 continue
             wanted = [tensor for tensor in tensors if tensor.requires_grad]
             gradients: dict[str, Any] = {}
-            for layout in upstream_layouts(Layout(named, str(layout_of(output))), output.ndim):
+            for layout in upstream_layouts(Layout(named, str(layout_of(output))), output.ndim) if wanted else ():
                 grad = folded(upstream_of(output.shape), layout, mesh)
                 if grad is None:
                     continue

@@ -173,7 +173,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": (ROWS, ROWS, "tp: S(0)"),
 }
 OF_LOCAL_TENSORS = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # no layouts
-WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "uniform"}
+WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "sequence_load", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from weft.kernels.launching.aot import occupancy, programs_at_once
+
+KEPT = Path(__file__).parents[2] / "benchmarks/results/aot"
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,10 @@ def test_occupancy_is_the_share_of_64_warps() -> None:
     assert occupancy("sm_90", 8, 210, 147480) == 8 / 64
     assert occupancy("sm_90", 8, 65, 0) == 24 / 64
     assert occupancy("gfx942", 8, 65, 0) is None
+
+
+def test_the_kept_tables_have_the_occupancy() -> None:
+    for table in KEPT.glob("triton-*.json"):
+        for report in json.loads(table.read_text()):
+            costs = (report[name] for name in ("target", "warps", "registers", "shared_bytes"))
+            assert report["occupancy"] == occupancy(*costs), (table.name, report["variant"])

@@ -134,6 +134,44 @@ def test_products_that_are_sums_several_outputs_and_inputs_that_are_brought(pool
     pool.run(more, ranks=2)
 
 
+class SummedScale(torch.autograd.Function):
+    """x * scale for a rank's rows of x, with a backward that sums the gradient of scale over all ranks by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        of_scale = (grad * x).flatten(0, -2).sum(0)
+        dist.all_reduce(of_scale)
+        return grad * scale, of_scale
+
+
+def summed(declared: dict[str, Any]) -> tuple[str, bool]:
+    """The layout of scale's gradient, and whether the numbers are those of a single process."""
+    mesh = ProcessMesh.grid(dp=2)
+    x, scale, grad = tensors()
+    call = on_local_tensors(in_layouts={"x": {"dp": "S(0)"}, "scale": {}}, out_layouts={"dp": "S(0)"}, **declared)(
+        lambda x, scale: SummedScale.apply(x, scale)
+    )
+    laid = distribute(x, Layout(mesh, "dp: S(0)")), distribute(scale, Layout(mesh)).requires_grad_()
+    y = call(*laid)
+    y.backward(distribute(grad, layout_of(y)))
+    found = laid[1].grad
+    return str(layout_of(found)), torch.allclose(to_global(found), (grad * x).flatten(0, -2).sum(0))
+
+
+def test_a_declared_gradient_of_a_function_that_sums_by_itself_is_not_summed_again(pool) -> None:
+    declared = {"grad_layouts": {"scale": {"dp": "R"}}}
+    assert pool.run(summed, declared, ranks=2) == [("dp: R", True)] * 2
+    assert (
+        pool.run(summed, {}, ranks=2) == [("dp: P(sum)", False)] * 2
+    )  # as derived: each rank's is taken for an addend
+
+
 def outside() -> None:
     mesh = ProcessMesh.grid(tp=2, first_rank=2)
     x = distribute(tensors()[0], Layout(mesh, "tp: S(2)")).requires_grad_()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels import combine, dispatch, route, router_statistics
+from weft.kernels import combine, dispatch, route, router_statistics, sequence_load
 from weft.kernels.extension import sort_by_expert
 from weft.kernels.launching.traffic import counted_traffic
 from weft.kernels.routing import reference
@@ -163,6 +163,44 @@ def test_statistics_without_earlier_ones_begin_at_zero(device: str) -> None:
     assert torch.equal(found[1], router_statistics(logits, experts)[0])
 
 
+@pytest.mark.parametrize("shape", [(3, 7, 2), (1, 1, 1), (2, 130, 5), (0, 4, 2), (2, 0, 2)], ids=str)
+def test_choices_are_counted_in_each_sequence(shape: tuple[int, ...], device: str) -> None:
+    experts = ints(6, *shape).int()
+    found = sequence_load(experts.to(device), 6)
+    expected = [row.flatten().bincount(minlength=6).tolist() for row in experts]
+    assert found.dtype == torch.float32 and found.shape == (shape[0], 6)
+    assert found.tolist() == expected
+
+
+@DTYPES
+def test_statistics_of_sequences(dtype: torch.dtype, device: str) -> None:
+    logits, experts = (3 * normal(3, 7, 6)).to(dtype), ints(6, 3, 7, 2)
+    load, upstream = sequence_load(experts, 6), normal(2, 14, seed=1).float()
+    leaf = logits.to(device).requires_grad_()
+    found = router_statistics(leaf, experts.to(device), load=load.to(device), layer=1, layers=2)
+    (gradient,) = torch.autograd.grad(found, leaf, upstream.to(device))
+    assert not found[0].any()
+    results = []
+    for wide in (torch.float32, torch.float64):
+        plain = logits.to(wide).requires_grad_()
+        of_sequences = (load.to(wide)[:, None] / 7 * plain.softmax(-1)).sum().view(1)
+        row = torch.cat([sums(plain, experts), of_sequences])
+        results.append((row.detach(), torch.autograd.grad(row, plain, upstream[1].to(wide))[0]))
+    (eager, eager_gradient), (truth, true_gradient) = results
+    assert_as_good_as_eager(found[1].detach().cpu(), eager, truth)
+    assert_as_good_as_eager(gradient.cpu(), eager_gradient.to(dtype), true_gradient)
+
+
+def test_a_load_of_other_sequences_and_experts_outside_are_refused() -> None:
+    logits, experts = normal(2, 4, 5), ints(5, 2, 4, 2)
+    with pytest.raises(ValueError, match=r"load \[B, E\] for logits \[B, T, E\], got \(3, 5\) and \(2, 4, 5\)"):
+        router_statistics(logits, experts, load=torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"experts \[B, T, k\], got \(4, 2\)"):
+        sequence_load(experts[0], 5)
+    with pytest.raises(ValueError, match="outside the 3 experts"):
+        sequence_load(experts.clamp(min=4), 3)
+
+
 def test_float64_is_differentiated_exactly() -> None:
     experts = ints(5, 4, 2)
     x, y, weights = (normal(*shape).requires_grad_() for shape in ((4, 3), (8, 3), (4, 2)))
@@ -171,6 +209,8 @@ def test_float64_is_differentiated_exactly() -> None:
     assert check(lambda y, weights: combine(y, experts, weights), (y, weights))
     logits, before = normal(4, 5).requires_grad_(), normal(2, 11).requires_grad_()
     assert check(lambda *t: router_statistics(t[0], experts, t[1], layer=1, layers=2), (logits, before))
+    load = sequence_load(experts[None], 5).double()
+    assert check(lambda each: router_statistics(each, experts[None], load=load), (logits[None],))
 
 
 @pytest.mark.exhaustive

@@ -96,6 +96,10 @@ OPS = {
     "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),
     "route": (lambda scores: kernels.route(scores, 2)[1], (normal(3, 4),)),
     "router_statistics": (lambda logits, ids: kernels.router_statistics(logits, ids), (normal(3, 4), ints(4, 3, 2))),
+    "router_statistics-load": (
+        lambda logits, ids: kernels.router_statistics(logits, ids, load=kernels.sequence_load(ids, 4)),
+        (normal(2, 3, 4), ints(4, 2, 3, 2)),
+    ),
     "swiglu": (kernels.swiglu, (normal(3, 4), normal(3, 4, seed=1))),
     "swiglu_linear": (kernels.swiglu_linear, (normal(3, 4), normal(5, 4), normal(5, 4, seed=1))),
     **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},
@@ -114,7 +118,7 @@ NATIVE = {
     "matmul": torch.matmul,
     "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
 }
-WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "uniform"}
+WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "sequence_load", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
 

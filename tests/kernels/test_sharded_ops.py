@@ -84,7 +84,7 @@ def every_layout_of(name: str, mesh: ProcessMesh) -> dict[str, object]:
         assert count.issued.total() == len(seen.kinds), (key, count.issued)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         gradients = {}
-        for grad_layout in upstream_layouts(layout_of(output), output.ndim):
+        for grad_layout in upstream_layouts(layout_of(output), output.ndim) if wanted else ():
             grad = part(upstream_of(output.shape), grad_layout)
             with Collectives() as seen:
                 found = attempt(lambda o=output, w=wanted, g=grad: torch.autograd.grad(o, w, g, retain_graph=True))
@@ -98,6 +98,8 @@ def dense(case: Case) -> tuple[Tensor, list[Tensor]]:
     leaves = [tensor.clone().requires_grad_(case.needs_grad(i)) for i, tensor in enumerate(case.tensors)]
     output = case.oracle(*leaves)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted:  # an op on integers
+        return output, []
     return output.detach(), list(torch.autograd.grad(output, wanted, upstream_of(output.shape)))
 
 
@@ -126,6 +128,8 @@ TAKEN = {
     "combine": 4,  # (R S1 P, R, R), (S0, S0, S0)
     "router_statistics": 3,  # (R, R), (S0, S0), (S1, S1)
     "router_statistics-next": 2,  # (R, R, R), (S0, S0, P)
+    "router_statistics-load": 3,  # (R, R, R), (S0, S0, S0), (S1, S1, R)
+    "sequence_load": 3,  # R S0 S1
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1

@@ -60,6 +60,11 @@ MORE: dict[str, tuple[Callable[..., Any], Tensor | None, tuple[Tensor, ...]]] = 
     "KeyValueCache": (reading_on, None, HEADS),
     "normal": (drawn(kernels.normal), None, LOGITS),
     "uniform": (drawn(kernels.uniform), None, LOGITS),
+    "sequence_load": (
+        lambda ids, x: kernels.router_statistics(x, ids, load=kernels.sequence_load(ids, 8)),
+        ints(8, 6, 5, 2),
+        LOGITS,
+    ),
     "rope_tables": (
         lambda positions, x: kernels.rope(x, *kernels.rope_tables(positions, torch.ones(2, device=x.device))),
         ints(9, 5),

@@ -52,7 +52,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "qwen2": QwenConfig(**GATED, **DROPOUT, version=2, sliding_window=5, sliding_layers=(1,)),
     "qwen3": QwenConfig(**GATED, **DROPOUT),
     "gpt": GPTConfig(**SIZES, **DROPOUT, tie_embeddings=False),
-    "mixtral": MixtralConfig(**GATED, num_experts=4, experts_per_token=2),
+    "mixtral": MixtralConfig(**GATED, num_experts=4, experts_per_token=2, seq_aux=True),
     "qwen3-moe": QwenMoeConfig(**GATED, **EXPERTS, moe_intermediate_size=24, shared_expert_size=16),
 }
 ROWS, LENGTH, STEPS = 32, 12, 3  # rows of 4 microbatches over dp=8

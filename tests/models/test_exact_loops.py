@@ -227,7 +227,6 @@ def check_in_context(pool: Any, meshes: list[dict[str, int]], *arguments: Any) -
             assert torch.equal(expected, value), f"{mesh}: value {number} of {len(first)}"
 
 
-@pytest.mark.exhaustive
 @DTYPES
 @PACKED
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
@@ -236,6 +235,7 @@ def test_tokens_over_context_ranks_are_exact(pool: Any, context: str, packed: bo
     check_in_context(pool, [exact | {"dp": dp} for dp in (1, 2)], exact, context, packed, dtype)
 
 
+@pytest.mark.exhaustive
 @DTYPES
 @PACKED
 def test_tokens_over_context_ranks_and_heads_over_tensor_ranks_are_exact(

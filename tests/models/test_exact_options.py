@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from weft.models import LlamaConfig
+from weft.mesh import ProcessMesh
+from weft.models import LlamaConfig, ParallelPlan
 from weft.models.train.arithmetic import arithmetic_of, end_of_bits
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
+from weft.models.train.results import Results
 from weft.models.train.run import complete_plan
 from weft.models.train.saved_run import ARITHMETIC
 
@@ -45,6 +48,7 @@ def test_a_pipeline_needs_the_number_of_microbatches() -> None:
         pytest.param({"zero": 2}, "the ranks' sum is of each microbatch, and was of all microbatches", id="zero"),
         pytest.param({"exact": "dp=4"}, "exact is dp=4, and was dp=2,tp=2", id="mesh"),
         pytest.param({"zero": 1, "recompute": "full"}, None, id="free"),
+        pytest.param({"exact": "tp=2, cp=1, dp=2"}, None, id="another-spelling"),
     ],
 )
 def test_a_run_resumed_with_another_arithmetic_says_where_its_bits_end(change: Any, line: str | None) -> None:
@@ -55,3 +59,13 @@ def test_a_run_resumed_with_another_arithmetic_says_where_its_bits_end(change: A
     if line is not None:
         assert "end at step 7: " in lines[0]
         assert line in lines[0]
+
+
+def test_the_folder_of_a_run_has_the_facts_on_which_the_bits_depend(tmp_path: Path) -> None:
+    for exact in ("dp=2,tp=2", None):
+        config, folder = config_of(exact=exact), tmp_path / str(exact)
+        facts = arithmetic_of(config, torch.device("cpu"))
+        with Results(folder, writes=True) as results:
+            results.begin("llama-tiny", config, ParallelPlan(), ProcessMesh.grid(dp=1), [], arithmetic=facts)
+        lines = (folder / "plan.txt").read_text().splitlines()
+        assert ("exact: dp=2,tp=2" in lines) == (f"threads: {torch.get_num_threads()}" in lines) == (exact is not None)

@@ -75,6 +75,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("axes", MESHES, ids=["dp-2", "tp-2", "pp-2", "pp-2-dp-2"])
@@ -139,6 +140,7 @@ def copied(zero: int, exact: bool) -> list[list[Tensor]]:
     return [[to_global(each.detach()) for each in copy.parameters()] for copy in models]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ordinary"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_copied_model_trains_by_itself(pool: Any, zero: int, exact: bool) -> None:

@@ -170,7 +170,7 @@ def draw(seed: int, ranks: int) -> Case:
         changes["experts"] = None
     named = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp" and often(0.5))}
     adapters = often(0.25)
-    return Case(
+    case = Case(
         config=config,
         sizes=named,
         changes=changes,
@@ -182,6 +182,7 @@ def draw(seed: int, ranks: int) -> Case:
         targets=chance.choice(TARGETS) if adapters else None,
         records=often(0.3),
     )
+    return replace(case, config=replace(config, seq_aux=often(0.3)))
 
 
 @dataclass(frozen=True, slots=True)

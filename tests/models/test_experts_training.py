@@ -15,11 +15,11 @@ from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide_batch
-from weft.models.train.config import DataConfig, PlanConfig, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.report import ROUTER_METRICS
 from weft.models.train.run import Run
 from weft.models.train.step_metrics import UnreadStep, name_failing_router, router_metrics
-from weft.models.train.trainer import Trainer
+from weft.models.train.trainer import Trainer, TrainingError
 from weft.reshard import GradientSync
 
 from tests.models.cases import whole
@@ -110,6 +110,41 @@ def test_a_router_that_is_not_finite_is_named_with_its_layer() -> None:
     )
     (metrics,) = router_metrics([step])
     assert math.isnan(metrics["z"])
+
+
+def message_of_a_nan(text: str, plan: dict[str, Any], layer: int) -> str:
+    """The error of a run over two stages and "ep" after a layer's router becomes NaN, in step 2."""
+    config = TrainConfig(
+        model=CONFIG,
+        data=DataConfig(batch_size=4, sequence_length=8),
+        plan=PlanConfig(**plan),
+        mesh=MeshConfig(pp=2, dp=2, tp=1, ep=2),
+    )
+    run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), folder=Path(text).parent, pp=2, dp=2, tp=1)
+    trainer = Trainer(run, torch.device("cpu"))
+    trainer.first_step()
+    trainer.read_metrics()
+    for name, parameter in trainer.model.named_parameters():
+        if name == f"layers.{layer}.mlp.gate.weight":
+            with torch.no_grad():
+                parameter.fill_(math.nan)
+    for step in (1, 2):
+        trainer.step(step)
+    with pytest.raises(TrainingError) as caught:
+        trainer.read_metrics()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("tokens", ["gather", "exchange"])
+def test_a_nan_in_a_router_ends_a_run_over_stages_and_ep_with_one_error_on_all_ranks(
+    tokens: str, layer: int, text: str, pool: Pool
+) -> None:
+    plan = {"schedule": "1f1b", "microbatches": 2, "split": "layers", "experts_tokens": tokens}
+    first, *others = pool.run(message_of_a_nan, text, plan, layer, ranks=4)
+    assert others == [first] * 3
+    assert "the loss is nan at step 2" in first
+    assert f"; the router of layer {layer} is the first whose logits are not finite" in first
 
 
 def test_adapters_of_experts_are_refused_with_the_layers_that_take_them() -> None:

@@ -119,6 +119,10 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         pytest.param(["--mesh.tp", "3"], "tp=3 does not divide num_heads 8", id="heads"),
         pytest.param(["--mesh.pp", "8"], "4 layers, which cannot be cut into 8 stages", id="stages"),
+        pytest.param(["--mesh.dp", "0"], "mesh.dp is 0; it must be 1 or more", id="no-rank"),
+        pytest.param(["--plan.zero", "7"], "invalid choice '7' for argument '--plan.zero'. Expected one of", id="zero"),
+        pytest.param(["llama-tiny", "extra"], "Unrecognized options: extra", id="second-name"),
+        pytest.param(["--mesh.dx", "2"], "Unrecognized options: --mesh.dx, 2; Perhaps you meant: --mesh.", id="axis"),
         pytest.param(["--plan.microbatches", "3"], "plan.microbatches 3 does not divide data.batch_size 8", id="parts"),
     ],
 )

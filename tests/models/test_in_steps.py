@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.kernels.matmul.sharded import choice
-from weft.kernels.matmul.sharded.choice import Form, ShardedProduct, Timing
+from weft.kernels.matmul.sharded.choice import OverlappedOp, ShardedProduct, Timing
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, initialize, lora, parallelize
 from weft.models.llama.model import Llama
@@ -36,7 +36,7 @@ KINDS = ("reduce-scatter", "all-gather")
 
 def table(dp: int, ranks: int, seconds: float) -> dict[ShardedProduct, Timing]:
     """A measurement of each product that may overlap. seconds: its time in steps; without overlap it takes 1."""
-    products: list[tuple[Form, tuple[int, int]]] = [("matmul_reduce_scatter", sizes) for sizes in ROWS]
+    products: list[tuple[OverlappedOp, tuple[int, int]]] = [("matmul_reduce_scatter", sizes) for sizes in ROWS]
     products.append(("all_gather_matmul", HEAD))
     found = [ShardedProduct.of(form, "cpu", torch.float64, ranks, B * T // dp, *sizes) for form, sizes in products]
     return {of: Timing(of=of, seconds=seconds, pair_seconds=1.0, where="here") for of in found}

@@ -153,7 +153,7 @@ STRANGERS = {
     "forward": (of_class(ScaledLogits), "it is a ScaledLogits, whose forward differs from a Llama's"),
     "embed": (of_class(ScaledEmbedding), "it is a ScaledEmbedding, whose embed differs from a Llama's"),
     "value-head": (of_class(WithValueHead), "its value_head is a module that a Llama lacks"),
-    "parameter": (of_class(WithParameter), "its temperature is a parameter that a Llama of its config lacks"),
+    "parameter": (of_class(WithParameter), "it has the parameter temperature, which a Llama of the same config lacks"),
     "swapped-mlp": (
         changed(lambda model: swap(model, "layers.1.mlp", Ungated(SMALL))),
         "its layers.1.mlp is a Ungated",
@@ -175,7 +175,7 @@ STRANGERS = {
     "tied-by-hand": (changed(tie_by_hand), "it has no lm_head.weight"),
     "other-config": (
         changed(other_config),
-        r"its layers.0.mlp.down_proj.weight has shape \(32, 44\), and its config makes the shape \(32, 45\)",
+        r"its layers.0.mlp.down_proj.weight has shape \(32, 44\), and by the config \(32, 45\)",
     ),
     "another-familys": (changed(another_familys_config), "its config is a QwenConfig, not a LlamaConfig"),
 }

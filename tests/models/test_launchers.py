@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from weft.models.cli import main
 from weft.models.data.text import Corpus
-from weft.models.train import agreement, launch
+from weft.models.train import agreement, launch, loop
 from weft.models.train.agreement import meet
+from weft.models.train.config import PlanConfig
 from weft.models.train.launch import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
 from weft.models.train.recipes import recipe
 from weft.models.train.run import Run
@@ -116,6 +118,35 @@ def test_a_rank_watches_its_launcher_before_anything_else(
     run = Run(recipe="llama-tiny", config=config, corpus=Corpus("none", (), 0), dp=1, tp=1, folder=Path("run"))
     assert launch.launch(run, gpus=0) == 0
     assert did == [*(["watches"] if variables else []), "meets", "trains"]
+
+
+@pytest.mark.parametrize(
+    ("exact", "variable", "threads"),
+    [
+        pytest.param("dp=2", None, 1, id="exact"),
+        pytest.param("dp=2", "2", 2, id="exact-of-two-threads"),
+        pytest.param(None, None, 2, id="ordinary"),
+    ],
+)
+def test_a_launched_process_of_an_exact_run_has_one_thread_as_on_every_mesh(
+    exact: str | None, variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **world: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(loop, "train", lambda run, device: found.append(torch.get_num_threads()))
+    config = replace(recipe("llama-tiny"), plan=PlanConfig(exact=exact))
+    run = Run(recipe="llama-tiny", config=config, corpus=Corpus("none", (), 0), dp=1, tp=1, folder=Path("run"))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        launch._train(run, 0, 0)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [threads]
 
 
 @pytest.mark.parametrize(

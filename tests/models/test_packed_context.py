@@ -17,6 +17,7 @@ from weft.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
+    PipelinePlan,
     Qwen,
     QwenConfig,
     forward_backward,
@@ -83,9 +84,11 @@ def stepped(model: Any, tokens: Tensor, targets: Tensor, **inputs: Any) -> Tenso
     return loss.detach()
 
 
-def one_at_a_time(family: str, length: int, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+def one_at_a_time(
+    family: str, length: int, rows: int, change: dict[str, Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the documents, each alone."""
-    model, (given, places) = make(family), packed(length, rows)
+    model, (given, places) = make(family, change), packed(length, rows)
     loss = torch.zeros(())
     for row, found in enumerate(places):
         for place in found:
@@ -123,6 +126,8 @@ MESHES = {
     "cp4-tp2": {"cp": 4, "tp": 2},
     "dp2-cp2-tp2": {"dp": 2, "cp": 2, "tp": 2},
     "tp2-cp2-dp2": {"tp": 2, "cp": 2, "dp": 2},
+    "dp4-cp2": {"dp": 4, "cp": 2},
+    "cp2-tp4": {"cp": 2, "tp": 4},
 }
 
 
@@ -143,6 +148,8 @@ MESHES = {
         pytest.param("cp4-tp2", {"sequence": True, "loss_parallel": True}, id="cp4-tp2-loss-parallel"),
         pytest.param("dp2-cp2-tp2", {"zero": 3, "sequence": True}, id="dp2-cp2-tp2-zero3"),
         pytest.param("tp2-cp2-dp2", {"recompute": "full"}, id="tp2-cp2-dp2-recompute"),
+        pytest.param("dp4-cp2", {"zero": 1}, id="dp4-cp2-zero1"),
+        pytest.param("cp2-tp4", {"sequence": True}, id="cp2-tp4-sequence"),
     ],
 )
 def test_packed_rows_equal_their_documents_one_at_a_time(
@@ -160,6 +167,38 @@ def test_packed_rows_equal_their_documents_one_at_a_time(
         torch.testing.assert_close(logits, alone, rtol=0, atol=2e-6)
         for name, gradient in gradients.items():
             check(name, found[name], gradient)
+
+
+DEEP = {"num_layers": 4}
+
+
+def in_stages(axes: dict[str, int], length: int, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss and gradients of a step by a pipeline, whose stages cut the rows by documents."""
+    grid, model = ProcessMesh.grid(**axes), make("llama", DEEP)
+    plan = replace(model.parallel_plan(), context="all_gather", pipeline=PipelinePlan(microbatches=2))
+    parallelize(model, grid, plan)
+    laid = lay_out_batch(grid, plan, **packed(length, rows)[0])
+    assert isinstance(laid.order, RowOrders)
+    inputs = {"positions": laid.positions, "documents": laid.documents, "dropout_key": KEY}
+    loss = forward_backward(model, cross_entropy, laid.tokens, laid.targets, **inputs)
+    return loss, {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"pp": 2, "cp": 4}, {"pp": 4, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"pp": 2, "cp": 2, "tp": 2}],
+    ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes.items()),
+)
+def test_packed_rows_in_stages_equal_their_documents_one_at_a_time(axes: dict[str, int], pool: Any) -> None:
+    length, rows = 61, 4
+    total, gradients = one_at_a_time("llama", length, rows, DEEP)
+    count = int((packed(length, rows)[0]["targets"] != -100).sum())
+    everywhere = pool.run(in_stages, axes, length, rows, ranks=8)
+    assert {name for _, found in everywhere for name in found} == gradients.keys()
+    for loss, found in everywhere:
+        assert float(loss) == pytest.approx(float(total) / count, rel=1e-6)
+        for name, gradient in found.items():  # of the rank's stage
+            check(name, count * gradient, gradients[name])
 
 
 def check(name: str, found: Tensor, gradient: Tensor) -> None:

@@ -80,7 +80,7 @@ def test_a_file_that_was_put_beside_the_tokenizer_is_not_taken(capsys: pytest.Ca
     for each in (("train", "--data.path", "out"), ("data", "verify", "out")):
         status, _, err = weft(capsys, *each)
         assert status == 2
-        assert "out/tokenizer/special_tokens_map.json is none of what was prepared; remove it" in err
+        assert "out/tokenizer/special_tokens_map.json was not written by weft data prepare; remove it" in err
 
 
 @pytest.mark.parametrize("number", [0, 3])

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.mesh import ProcessMesh
+from weft.models import ParallelPlan
 from weft.models.data.text import find_corpus
+from weft.models.parallel.batch import cuts_by_documents
 from weft.models.train.config import DataConfig
-from weft.models.train.recipes import TINY, recipe
+from weft.models.train.recipes import RECIPES, TINY, recipe
 from weft.models.train.report import Metrics
-from weft.models.train.run import Run
+from weft.models.train.run import Run, complete_plan
 from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool
@@ -34,6 +37,15 @@ def trained(name: str, dp: int, tp: int, steps: int) -> list[Metrics]:
     for step in range(1, steps):
         trainer.step(step)
     return trainer.read_metrics()
+
+
+def test_every_recipe_attends_by_documents_by_default() -> None:
+    """Documents are packed and do not see each other, and mesh.cp above 1 exchanges the keys of the rows' documents."""
+    for name in RECIPES:
+        config = recipe(name)
+        assert config.data.pack, name
+        plan = complete_plan(config.plan, config, dp=1, cp=2, tp=1)
+        assert cuts_by_documents(ProcessMesh([0, 1], ["cp"]), ParallelPlan(**plan.options(pp=1, ep=1))), name
 
 
 @pytest.mark.exhaustive

@@ -25,7 +25,13 @@ print(run(x).placements, run(x).to_local().tolist())
 """
 
 
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["dynamo-later", "dynamo-first"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("", id="dynamo-later"),
+        pytest.param("import torch._dynamo", marks=pytest.mark.exhaustive, id="dynamo-first"),
+    ],
+)
 def test_reshard_compiles_before_weft_has_used_a_dtensor(first: str) -> None:
     program = PROGRAM.format(first=first, imported=bool(first))
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)

@@ -114,3 +114,34 @@ def story(steps: Sequence[Passes], exact: bool) -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ordinary"])
 def test_ranks_that_lack_gradients_of_some_passes(pool: Any, name: str, exact: bool) -> None:
     pool.run(story, STORIES[name], exact, ranks=2, timeout=12)
+
+
+class Growing(Weights):
+    """Gradients of 256 in the first pass, and of 1 in the second: 257 is no number of bfloat16."""
+
+    def gradient(self, i: int, seed: int) -> Tensor:
+        part = torch.full((SIZES[i],), (128.0, 0.5)[seed], dtype=torch.float64)
+        if exact_axes() is not None:
+            part = torch.stack([part, torch.zeros_like(part)])
+        return wrap(part, Layout(self.mesh, "dp: P"), (SIZES[i],))
+
+
+def passes_summed_in_bfloat16(zero: int, paused: bool) -> list[Tensor]:
+    with exact_sums({"dp": 4}):
+        model = Growing(ProcessMesh.grid(dp=2), zero)
+        sync = GradientSync(model, dtype=torch.bfloat16)
+        with keep_gathered(model), sync.paused() if paused else nullcontext():
+            for number in range(2):
+                model(ALL, number).backward()
+                if not paused:
+                    sync.wait()
+        sync.wait()
+    return [to_global(getattr(model, f"w{i}").grad) for i in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("paused", [False, True], ids=["a-round-each", "one-round"])
+def test_ranks_sum_in_bfloat16_and_passes_are_added_in_the_gradients_dtype(pool: Any, paused: bool, zero: int) -> None:
+    """A pipeline has one round for all passes, a step without a pipeline a round for each: the bits must agree."""
+    for gradients in pool.run(passes_summed_in_bfloat16, zero, paused, ranks=2):
+        assert all(each.eq(257.0).all() for each in gradients), gradients[0]

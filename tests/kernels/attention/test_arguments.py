@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels import attention, document_bounds
+from weft.kernels import KeyValueCache, attention, document_bounds
 
 GENERATOR = torch.Generator().manual_seed(0)
 QUERY, KEY, VALUE = (torch.randn(1, 6, 4, generator=GENERATOR) for _ in range(3))
@@ -30,23 +30,73 @@ def test_a_window_longer_than_the_keys_is_none(name: str, window: int) -> None:
     torch.testing.assert_close(attention(query, KEY, VALUE, head_dim=4, window=window, **options), expected)
 
 
+NAN, INF = float("nan"), float("inf")
+RANGE = r"give a number from 1e-18 to 1e\+18, or None"
+NOT_ONE_NUMBER = ("0.5", [0.5], 1j, True, torch.tensor(0.5), torch.nn.Parameter(torch.tensor(0.5)))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"scale": each}, f"scale is .*; {RANGE}; a query may be negated instead") for each in NOT_ONE_NUMBER),
+    *(({"scale": each}, f"scale is {each}; {RANGE}") for each in (-1.0, 0.0, NAN, INF)),
+    *(({"scale": each}, f"scale is .*; {RANGE}") for each in (1e39, 1e300, 1e-60)),
+    *(({"softcap": each}, f"softcap is .*; {RANGE}") for each in NOT_ONE_NUMBER),
+    *(({"softcap": each}, f"softcap is {each}; {RANGE}") for each in (-1.0, 0.0, NAN, INF)),
+    *(({"softcap": each}, f"softcap is .*; {RANGE}") for each in (1e39, 1e-50)),
+    *(({"window": each}, "window is .*; give how many keys a query sees, 1 or more") for each in (
+        "3", [3], 1.5, NAN, True, torch.tensor(3)
+    )),
+    *(({"head_dim": each}, "head_dim is .*; give the size of a head") for each in (
+        "4", None, [4], 4.0, True, torch.tensor(4)
+    )),
+    *(({"causal": each}, "causal is .*; give True or False") for each in ("no", None, 0, 1, torch.tensor(True))),
+    *(({"dropout": each, "dropout_key": 1}, "dropout is .*; give a probability, 0 to 1") for each in (
+        "0.1", [0.1], NAN, -0.1, True, None, torch.tensor(0.1)
+    )),
+    ({"dropout": "0.1"}, "dropout is '0.1'; give a probability, 0 to 1"),
+    ({"sinks": [0.0]}, r"takes sinks as a tensor, got \[0\.0\]; give torch\.tensor\(sinks\)"),
+    ({"sinks": 0.0}, r"takes sinks as a tensor, got 0\.0"),
+    ({"cache": 5}, "cache is 5; give a KeyValueCache"),
+    *(({"order": each}, "order is .*give runs") for each in (5, "ab", [3, 6], [(0, 3, 6)], [("0", "6")])),
+    *(({"documents": each}, f"takes documents .* of {each.dtype}") for each in (
+        torch.zeros(1, 6, dtype=torch.complex64), torch.zeros(1, 6, dtype=torch.bool)
+    )),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": -1.0}, "scale is -1.0; give a number above 0"),
-        ({"scale": 0.0}, "scale is 0.0; give a number above 0"),
-        ({"scale": float("nan")}, "scale is nan"),
-        ({"softcap": 1e39}, r"softcap is 1e\+39; give a number above 0 and up to 1e\+38"),
-        ({"window": 1.5}, "window is 1.5; give how many keys"),
-        ({"head_dim": 4.0}, "head_dim is 4.0; give the size"),
-        ({"head_dim": True}, "head_dim is True; give the size"),
-        ({"documents": torch.zeros(1, 6, dtype=torch.complex64)}, "takes documents .* of torch.complex64"),
-    ],
-    ids=str,
+    ("options", "message"), REFUSED, ids=[f"{name}-{number}" for number, ((name, *_), _) in enumerate(REFUSED)]
 )
 def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(QUERY, KEY, VALUE, **({"head_dim": 4} | options))
+
+
+@pytest.mark.parametrize("made", [[[[0.0] * 4] * 6], None, "x", QUERY.numpy()], ids=["list", "none", "str", "numpy"])
+@pytest.mark.parametrize("at", range(3))
+def test_operands_that_are_no_tensors_are_refused(at: int, made: Any) -> None:
+    operands = [made if i == at else each for i, each in enumerate((QUERY, KEY, VALUE))]
+    with pytest.raises(ValueError, match=f"attention takes {('query', 'key', 'value')[at]} as a tensor, got "):
+        attention(*operands, head_dim=4)
+
+
+@pytest.mark.parametrize("capacity", [1.5, "3", True, None, 0])
+def test_a_capacity_that_is_no_number_of_tokens_is_refused(capacity: Any) -> None:
+    with pytest.raises(ValueError, match=r"capacity is .*; give a number of tokens, 1 or more"):
+        KeyValueCache(capacity)
+
+
+@pytest.mark.parametrize("name", ["head_dim", "window"])
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    given = {"head_dim": 4, "window": 4, "scale": 0.5, "softcap": 2.0}
+    found = attention(QUERY, KEY, VALUE, **(given | {name: numpy.int64(4), "scale": numpy.float32(0.5)}))
+    assert torch.equal(found, attention(QUERY, KEY, VALUE, **given))
+
+
+@pytest.mark.parametrize("given", [{"scale": 1e-18, "softcap": 1e18}, {"scale": 1e18, "softcap": 1e-18}], ids=str)
+def test_the_ends_of_scale_and_softcap_are_finite(given: dict[str, float]) -> None:
+    leaves = [each.clone().requires_grad_() for each in (QUERY, KEY, VALUE)]
+    output = attention(*leaves, head_dim=4, **given)
+    gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
+    assert all(each.isfinite().all() for each in (output, *gradients))
 
 
 BOUNDS = document_bounds(torch.tensor([[0, 0, 1, 1, 2, 2]]))
@@ -70,15 +120,21 @@ def test_bounds_of_no_stretch_are_refused(bounds: Tensor, found: str, softcap: f
 
 def test_documents_in_a_list_are_refused() -> None:
     ids: Any = [[0, 0, 0, 1, 1, 1]]
-    with pytest.raises(ValueError, match=r"takes documents as a tensor, got list; give torch\.tensor"):
+    with pytest.raises(ValueError, match=r"takes documents as a tensor, got \[\[0, .*; give torch\.tensor"):
         attention(QUERY, KEY, VALUE, head_dim=4, documents=ids)
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.tensor(3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.complex64)], ids=["scalar", "f", "c"]
+    "ids",
+    [
+        torch.tensor(3),
+        *(torch.zeros(2, 3, dtype=each) for each in (torch.float32, torch.complex64, torch.bool)),
+        [0, 1],
+    ],
+    ids=["scalar", "f", "c", "bool", "list"],
 )
-def test_bounds_of_what_is_no_ids_are_refused(ids: Tensor) -> None:
-    with pytest.raises(ValueError, match="document_bounds takes ids"):
+def test_bounds_of_what_is_no_ids_are_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match=r"document_bounds takes (ids|documents as a tensor)"):
         document_bounds(ids)
 
 

@@ -67,7 +67,14 @@ def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:
     assert all(row.where for row in rows.values())
 
 
-def ops_called(monkeypatch: pytest.MonkeyPatch, T: int, S: int, **options: Any) -> list[str]:
+def ops_called(
+    monkeypatch: pytest.MonkeyPatch,
+    T: int,
+    S: int,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 64,
+    **options: Any,
+) -> list[str]:
     """The names of the ops which a call on a GPU runs. The tensors are fake: no GPU is needed."""
     module = importlib.import_module("weft.kernels.attention.sharded.op")
     names = []
@@ -78,8 +85,8 @@ def ops_called(monkeypatch: pytest.MonkeyPatch, T: int, S: int, **options: Any) 
 
     monkeypatch.setattr(module, "apply", noted)
     with FakeTensorMode():
-        tensors = [torch.empty(2, each, 128, dtype=torch.bfloat16, device="cuda") for each in (T, S, S)]
-        attention(*tensors, head_dim=64, **options)
+        tensors = [torch.empty(2, each, 2 * head_dim, dtype=dtype, device="cuda") for each in (T, S, S)]
+        attention(*tensors, head_dim=head_dim, **options)
     return names
 
 
@@ -100,6 +107,26 @@ def test_a_filled_table_changes_the_choice(
     assert ops_called(monkeypatch, T, S, **options) == [chosen]
     monkeypatch.setattr(plain, "FASTER", {})
     assert ops_called(monkeypatch, T, S, **options) == ["attention" if "window" in options else "plain_attention"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "chosen"),
+    [
+        pytest.param(torch.bfloat16, 17, "plain_attention", id="bfloat16-odd"),
+        pytest.param(torch.float16, 2, "plain_attention", id="float16-even"),
+        pytest.param(torch.float32, 64, "plain_attention", id="float32"),
+        pytest.param(torch.float32, 20, "plain_attention", id="float32-multiple-of-4"),
+        pytest.param(torch.float32, 17, "attention", id="float32-odd"),
+        pytest.param(torch.float32, 18, "attention", id="float32-even"),
+        pytest.param(torch.float64, 64, "attention", id="float64"),
+    ],
+)
+def test_torch_is_chosen_only_where_its_attention_is_fused(
+    dtype: torch.dtype, head_dim: int, chosen: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere torch would hold the scores of all tokens by all tokens."""
+    assert ops_called(monkeypatch, 2048, 2048, dtype, head_dim, causal=causal) == [chosen]
 
 
 def test_the_choice_is_compiled_once_for_many_lengths(filled: None) -> None:

@@ -76,6 +76,41 @@ def test_a_single_spoiled_number_spoils_what_sees_it() -> None:
     assert output.isnan().nonzero().tolist() == [[0, token, 3] for token in (6, 7, 8)]
 
 
+SINKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"documents": torch.tensor([[0] * 4 + [1] * 5])},
+    "softcap": {"softcap": 5.0},
+    "dropout": {"dropout": 0.3, "dropout_key": 5},
+}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
+def test_a_sink_is_a_logit_of_softmax(options: dict[str, Any], number: float, device: str) -> None:
+    """NaN and infinity make NaN of the head's output and gradients, and -inf is no sink. Other heads stay as they are.
+
+    An infinite weight of a number without a value would give zeros, and hide a model that has diverged.
+    """
+    generator, T = torch.Generator().manual_seed(2), 9
+    made = [torch.randn(1, T, width * D, generator=generator) for width in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    *given, upstream = (each.to(device) for each in made)
+    options = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in options.items()}
+
+    def run(*sinks: float) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in (*given, torch.tensor(sinks, device=device))]
+        output = attention(*leaves[:3], head_dim=D, sinks=leaves[3], **options)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+    found, expected = run(0.5, number, -0.5, 1.0), run(0.5, -1e4, -0.5, 1.0)  # -1e4 takes nothing
+    for one, other, heads in zip(found, expected, (HEADS, HEADS, KV_HEADS, KV_HEADS, HEADS), strict=True):
+        one, other = (each.reshape(-1, heads, each.shape[-1] // heads) for each in (one, other))
+        affected = [1] if heads == HEADS else [0]
+        intact = [head for head in range(heads) if head not in affected or number == -math.inf]
+        torch.testing.assert_close(one[..., intact, :], other[..., intact, :], rtol=0, atol=1e-6)
+        if number != -math.inf:
+            assert one[..., affected, :].isnan().all()
+
+
 def test_finite_numbers_take_torchs_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([[0] * 4 + [1] * 5])
     tensors = [torch.randn(1, 9, D) for _ in range(4)]

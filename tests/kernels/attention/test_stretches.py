@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.kernels import attention
+from weft.kernels import KeyValueCache, attention
 from weft.kernels.attention import blocks, options, stretches
 from weft.kernels.attention.ranges import document_bounds, keys_seen
 
@@ -29,17 +29,17 @@ def keys_of(T: int, S: int, lengths: list[int] | None = None, causal: bool = Tru
     return keys_seen(places, S, causal, window, bounds)[0]
 
 
-def described(pieces: list[stretches.FusedCall]) -> list[str]:
-    """Each piece as "queries x keys kind"."""
+def described(calls: list[stretches.FusedCall]) -> list[str]:
+    """Each call as "queries x keys kind"."""
     kinds = {(False, False): "all", (True, False): "causal", (False, True): "mask"}
     return [
         f"{each.queries.start}:{each.queries.stop} x {each.keys.start}:{each.keys.stop} "
         f"{kinds[each.causal, each.mask is not None]}{' merged' * each.merges}"
-        for each in pieces
+        for each in calls
     ]
 
 
-PIECES: dict[str, tuple[dict[str, Any], list[str]]] = {
+CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "causal": ({"T": 9, "S": 9}, ["0:9 x 0:9 causal"]),
     "all-keys": ({"T": 3, "S": 9, "causal": False}, ["0:3 x 0:9 all"]),
     "last-queries": ({"T": 3, "S": 9}, ["0:3 x 0:6 all", "0:3 x 6:9 causal merged"]),
@@ -81,27 +81,27 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     options._cached_fused_calls.cache_clear()
 
 
-@pytest.mark.parametrize(("given", "expected"), PIECES.values(), ids=PIECES)
-def test_pieces_of_a_row(given: dict[str, Any], expected: list[str], tiny: None) -> None:
-    assert described(list(stretches.pieces_of(keys_of(**given), torch.float32))) == expected
+@pytest.mark.parametrize(("given", "expected"), CALLS.values(), ids=CALLS)
+def test_fused_calls_of_a_row(given: dict[str, Any], expected: list[str], tiny: None) -> None:
+    assert described(list(stretches.fused_calls_of_row(keys_of(**given), torch.float32))) == expected
 
 
 def test_a_row_of_short_documents_is_a_few_calls() -> None:
-    pieces = list(stretches.pieces_of(keys_of(300, 300, [10] * 30), torch.float32))
-    assert described(pieces)[:2] == ["0:60 x 0:60 mask", "60:120 x 60:120 mask"]
-    assert len(pieces) == 5
+    calls = list(stretches.fused_calls_of_row(keys_of(300, 300, [10] * 30), torch.float32))
+    assert described(calls)[:2] == ["0:60 x 0:60 mask", "60:120 x 60:120 mask"]
+    assert len(calls) == 5
 
 
-def test_queries_that_see_nothing_are_in_no_piece() -> None:
+def test_queries_that_see_nothing_are_in_no_call() -> None:
     keys = torch.tensor([[0, 0], [0, 0], [0, 1], [0, 2], [2, 2], [2, 2], [2, 4], [4, 4]])
-    found = described(list(stretches.pieces_of(keys, torch.float32)))
+    found = described(list(stretches.fused_calls_of_row(keys, torch.float32)))
     assert found == ["2:4 x 0:2 causal", "6:7 x 2:4 all"]
 
 
-def scores(pieces: list[stretches.FusedCall]) -> int:
-    """The number of scores that the pieces compute; half of a square where causal."""
+def scores(calls: list[stretches.FusedCall]) -> int:
+    """The number of scores that the calls compute; half of a square where causal."""
     total = 0
-    for each in pieces:
+    for each in calls:
         T, S = each.queries.stop - each.queries.start, each.keys.stop - each.keys.start
         total += T * (T + 1) // 2 if each.causal else T * S
     return total
@@ -119,7 +119,7 @@ def scores(pieces: list[stretches.FusedCall]) -> int:
 def test_few_scores_are_computed_that_no_query_sees(given: dict[str, Any], most: float) -> None:
     keys = keys_of(2048, 2048, **given)
     seen = int((keys[:, 1] - keys[:, 0]).sum())
-    assert seen <= scores(list(stretches.pieces_of(keys, torch.float32))) <= most * seen
+    assert seen <= scores(list(stretches.fused_calls_of_row(keys, torch.float32))) <= most * seen
 
 
 # Every option
@@ -260,27 +260,57 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"documents": [700, 1, 323]}, id="documents"),
-        pytest.param({"window": 100}, id="window"),
-        pytest.param({"order": ((512, 1024), (0, 512))}, id="order"),
-        pytest.param({"softcap": 5.0}, id="softcap"),
-        pytest.param({"dropout": 0.5, "dropout_key": 1, "documents": [1000, 24]}, id="dropout"),
-    ],
-)
-def test_nothing_of_tokens_by_tokens_is_in_memory(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+HELD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not-causal": {"causal": False},
+    "documents": {"documents": [700, 1, 323]},
+    "documents-not-causal": {"documents": [700, 1, 323], "causal": False},
+    "window": {"window": 100},
+    "window-in-documents": {"window": 100, "documents": [700, 324]},
+    "sinks": {"sinks": torch.zeros(2)},
+    "order": {"order": ((512, 1024), (0, 512))},
+    "softcap": {"softcap": 5.0},
+    "dropout": {"dropout": 0.5, "dropout_key": 1, "documents": [1000, 24]},
+}
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("kv_heads", [2, 1], ids=["", "grouped"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed"])
+@pytest.mark.parametrize("given", HELD.values(), ids=HELD)
+def test_nothing_of_tokens_by_tokens_is_in_memory(
+    given: dict[str, Any], layout: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "MOST_SCORES", 2**14)
-    tokens, heads, head_dim = 1024, 1, 16
+    tokens, heads, head_dim = 1024, 2, 8
     if "documents" in given:
         given = {**given, "documents": numbers_of(given["documents"])[None]}
-    x = normal(1, tokens, heads * head_dim).float().requires_grad_()
+
+    def operand(heads: int) -> Tensor:
+        made = torch.randn(1, tokens, heads * head_dim)
+        if layout == "transposed":  # as if a convolution had made the operands
+            made = made.mT.contiguous().mT
+        return (torch.cat((made, made), -1)[..., : heads * head_dim] if layout == "strided" else made).requires_grad_()
+
+    operands = [operand(each) for each in (heads, kv_heads, kv_heads)]
     with Largest() as largest:
-        output = attention(x, x, x, head_dim=head_dim, **given)
+        output = attention(*operands, head_dim=head_dim, **given)
         output.backward(torch.ones_like(output))
-    assert largest.numbers <= 16 * tokens  # as many as the query has
+    assert largest.numbers <= 2 * heads * head_dim * tokens  # of two tensors like the query, side by side
+
+
+@pytest.mark.parametrize("given", [{}, {"window": 100}, {"softcap": 5.0}, {"documents": [1500, 548]}], ids=str)
+def test_nothing_of_tokens_by_tokens_is_in_memory_beside_a_cache(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MOST_SCORES", 2**14)
+    cache, tokens = KeyValueCache(2048), torch.randn(1, 1024, 16)
+    if "documents" in given:
+        given = {**given, "documents": numbers_of(given["documents"])[None]}
+    with torch.no_grad(), Largest() as largest:
+        for _ in range(2):
+            attention(tokens, tokens, tokens, head_dim=16, cache=cache, **given)
+    assert largest.numbers <= 2 * 16 * 1024
 
 
 def test_backward_saves_operands_the_output_and_a_number_a_row_and_head() -> None:

@@ -116,3 +116,17 @@ def test_a_cache_in_a_compiled_function() -> None:
 
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(read, backend="eager")(KeyValueCache(9)), read(KeyValueCache(9)))
+
+
+def test_numbers_and_documents_of_a_graph_with_unknown_sizes() -> None:
+    """A size which torch.compile does not know equals the documents' size, and such options are numbers."""
+
+    def run(x: Tensor, window: int, softcap: float) -> Tensor:
+        documents = document_bounds(torch.zeros(1, 12, dtype=torch.int64))
+        return attention(x, x, x, head_dim=x.shape[-1] // 2, window=window, softcap=softcap, documents=documents)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for width, window, softcap in ((8, 3, 1.5), (12, 4, 2.5), (20, 5, 0.5)):
+        x = normal(1, 12, width)
+        torch.testing.assert_close(compiled(x, window, softcap), run(x, window, softcap))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import linear_cross_entropy
-from weft.kernels.cross_entropy.function import Gather
+from weft.kernels.cross_entropy.function import StartGather
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.dispatch.op import Tensors
 from weft.kernels.linear_cross_entropy import function
@@ -95,7 +95,7 @@ def shard_by_shard(
     parts = list(zip(*(factor.split(sizes) for factor in factors), strict=True))
     starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
 
-    def forward(shard: int, wanted: bool, gather: Gather) -> tuple[Tensor, Callable[[], Tensors]]:
+    def forward(shard: int, wanted: bool, gather: StartGather) -> tuple[Tensor, Callable[[], Tensors]]:
         linear_weight, bias = (*parts[shard], None)[:2]
         given = {
             "options": Options(**options), "wanted": (x.dtype if wanted else None,) * 3, "chunk_tokens": chunk_tokens,
@@ -105,14 +105,14 @@ def shard_by_shard(
         needed = (True, True, False, bias is not None, False, False)
         return loss, lambda: function.backward(saved, (case.upstream.to(loss.dtype),), needed, **given)
 
-    def keeping(kept: list[Tensor]) -> Gather:
+    def keeping(kept: list[Tensor]) -> StartGather:
         def gather(found: Tensor) -> Callable[[], Tensor]:
             kept.append(found)
             return partial(found.unsqueeze, 0)
 
         return gather
 
-    def meeting(chunks: Iterator[tuple[Tensor, ...]]) -> Gather:
+    def meeting(chunks: Iterator[tuple[Tensor, ...]]) -> StartGather:
         return lambda found: partial(torch.stack, next(chunks))
 
     local: list[list[Tensor]] = [[] for _ in sizes]  # of each shard the statistics of each chunk

@@ -17,8 +17,8 @@ from weft.kernels.matmul import configurations, function
 from weft.kernels.matmul.configurations import (
     MIDDLE,
     Configuration,
-    Kind,
     ProductClass,
+    ProductKind,
     ProductMeasurement,
     find_measured,
     is_kernel_faster,
@@ -66,7 +66,7 @@ def test_a_row_is_read_by_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", False), ("fused", True), ("gated", False)])
-def test_what_was_not_measured_is_the_kernels_where_a_pass_is_saved(kind: Kind, runs: bool) -> None:
+def test_what_was_not_measured_is_the_kernels_where_a_pass_is_saved(kind: ProductKind, runs: bool) -> None:
     assert is_kernel_faster(OF._replace(kind=kind), {}) == runs
 
 
@@ -82,7 +82,7 @@ def test_the_three_products_of_a_layer_are_of_three_classes(interpreted: None, m
 
     asked = []
 
-    def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
+    def uses_kernel(a: Tensor, b: Tensor, kind: ProductKind) -> bool:
         asked.append(class_of(a, b, kind))
         return False
 

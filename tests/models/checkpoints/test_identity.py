@@ -90,7 +90,7 @@ OTHERS: dict[str, Any] = {
     "shared_expert_gate": True,
 }
 ALIKE = dict.fromkeys(("initializer_range", "attention_dropout", "dropout", "embedding_dropout"), 0.2)
-ALIKE |= {"mistral": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5}
+ALIKE |= {"mistral": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5, "seq_aux": True}
 
 
 def filled(config: ModelConfig, seed: int = 0) -> nn.Module:

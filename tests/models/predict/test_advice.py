@@ -87,6 +87,7 @@ def test_bounds_leave_out_no_change_that_pricing_all_would_find(candidate: Candi
     assert all(each.is_compiled for each in found)
 
 
+@pytest.mark.exhaustive
 def test_a_change_with_a_bound_above_the_step_is_not_traced() -> None:
     prices, parts = prices_of(processes=8), dict.fromkeys(PARTS, 0.0) | {"communication": 1.0, "products": 1.0}
     slower, without = replace(STAGED, microbatches=2), replace(STAGED, recompute="none")

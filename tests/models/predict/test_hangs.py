@@ -310,6 +310,7 @@ def run_and_stay(program: Callable[[], None]) -> None:
     time.sleep(30)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("program", "waiting"),
     [(hanging.condition_on_rank, [0]), (hanging.receive_without_send, [1]), (hanging.sends_in_a_circle, [0, 1])],

@@ -1,29 +1,29 @@
-"""`weft measure`: rates from measured calls, what is measured, and the file that comes of it."""
+"""What `weft measure` measures: rates from measured calls, and the host's share of steps."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from weft.mesh import ProcessMesh
-from weft.models.cli import main
-from weft.models.cli import measure as measure_command
 from weft.models.families import make_model
-from weft.models.predict.chip import Chip, Product, Rate, load_chip
-from weft.models.predict.events import Compute
+from weft.models.predict.chip import load_chip
+from weft.models.predict.events import Compute, Start
 from weft.models.predict.fitting import Sample, fit_line, fit_rates, least_squares, relative_errors
-from weft.models.predict.measure import Measuring
-from weft.models.predict.measure_step import LARGE, SMALL, StandardStep, host_seconds_of
+from weft.models.predict.measure_step import (
+    DIVIDED,
+    LARGE,
+    SMALL,
+    StandardStep,
+    collective_host_seconds_of,
+    host_seconds_of,
+    trace_of,
+)
 from weft.models.predict.op_cases import Case, make_gradients, op_cases, product_shapes
 from weft.models.predict.rounds import FEWEST, Clock, interleaved
 from weft.models.predict.trace import trace_step
@@ -187,6 +187,34 @@ def test_rounds_take_turns_and_the_first_is_not_counted() -> None:
     assert interleaved([lambda: 7.0], 0.0, None) == [[7.0] * FEWEST]
 
 
+def test_a_short_call_is_timed_with_its_operands_in_the_caches() -> None:
+    """By an untimed call before; a long call is timed at once."""
+    order = []
+
+    def call(name: str, seconds: list[float]) -> float:
+        order.append(name)
+        return seconds.pop(0)
+
+    short, long = [9e-3, 9e-4, 1e-4, 9e-4, 2e-4, 9e-4, 3e-4], [1.0, 0.2, 0.3, 0.4]
+    times = interleaved([lambda: call("short", short), lambda: call("long", long)], 0.0, None, warm=True)
+    assert times == [[1e-4, 2e-4, 3e-4], [0.2, 0.3, 0.4]]
+    assert order == ["short", "long", *["short", "short", "long"] * FEWEST]
+
+
+def test_a_single_thread_counts_its_own_time_on_a_core() -> None:
+    def wait_and_work() -> None:
+        time.sleep(0.2)
+        sum(range(10_000))
+
+    threads = torch.get_num_threads()
+    for count, least, most in ((1, 1e-6, 0.1), (2, 0.2, 60.0)):
+        torch.set_num_threads(count)
+        try:
+            assert least < Clock(torch.device("cpu")).time(wait_and_work) < most
+        finally:
+            torch.set_num_threads(threads)
+
+
 def test_the_host_takes_what_the_ops_do_not() -> None:
     trace = StandardStep(SMALL, torch.device("cpu"), 0).trace()
     chip = replace(load_chip("h100"), ops={}, memory_bandwidth=1e30)
@@ -200,102 +228,13 @@ def test_the_host_takes_what_the_ops_do_not() -> None:
     assert step.predicted_seconds(replace(chip, host_seconds=host)) > 0
 
 
-# The command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        pytest.param(["--processes", "0"], "--processes is 0; give 1 to 256", id="no-process"),
-        pytest.param(["--processes", "100000"], "--processes is 100000; give 1 to 256", id="many"),
-        pytest.param(["--seconds", "nan"], "--seconds is nan; give more than 0, and at most 3600", id="nan"),
-        pytest.param(["--seconds", "-1"], "--seconds is -1; give more than 0", id="negative"),
-        pytest.param(["--seconds", "1e9"], "--seconds is 1e+09; give more than 0, and at most 3600", id="years"),
-        pytest.param(["--output", "here"], "--output here does not end in .toml; name it here.toml", id="suffix"),
-        pytest.param(["--output", "no/here.toml"], "cannot be written: no is no folder", id="no-folder"),
-        pytest.param(["--output", "folder.toml"], "--output folder.toml is no plain file; give another", id="a-folder"),
-    ],
-)
-def test_input_that_cannot_be_used_is_one_line(
-    arguments: list[str],
-    error: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.toml").mkdir()
-    monkeypatch.setattr(measure_command, "measure", lambda measuring: pytest.fail("measured"))
-    with pytest.raises(SystemExit) as ended:
-        main(["measure", *arguments])
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("weft measure: ") and error in err
-
-
-def test_a_gpu_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(measure_command, "gpu_count", lambda: 4)
-    with pytest.raises(SystemExit):
-        main(["measure", "--processes", "8"])
-    assert "--processes is 8, and this machine has 4 GPUs; give 4 or less" in capsys.readouterr().err
-
-
-def measured() -> Chip:
-    return replace(
-        load_chip("h100"),
-        name="this machine",
-        source="measured today",
-        threads=1,
-        ops={"attention.forward.float32": Rate(seconds=1e-6, seconds_per_flop=2e-12)},
-        products=(Product(dtype="float32", M=8, N=8, K=8, seconds=1e-6),),
-        collectives={"all-reduce": Rate(seconds=1e-5, seconds_per_byte=1e-9), "recv": Rate(seconds=1e-5)},
-    )
-
-
-def test_what_was_found_is_printed_and_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    asked: list[Measuring] = []
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(measure_command, "gpu_count", lambda: 0)
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.25, 0.0, 0.0))
-    monkeypatch.setattr(measure_command, "measure", lambda measuring: asked.append(measuring) or measured())
-    monkeypatch.chdir(tmp_path)
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    (tmp_path / "chip-here.toml").symlink_to(outside)
-    with pytest.raises(SystemExit) as ended:
-        main(["measure", "--seconds", "7", "--processes", "3"])
-    assert ended.value.code == 0
-    signal.signal(signal.SIGTERM, before)
-    out = capsys.readouterr().out
-    assert asked == [Measuring(processes=3, seconds=7.0, gpus=0)]
-    assert load_chip(tmp_path / "chip-here.toml") == measured() and outside.read_text() == "kept"
-    assert "other programs keep 3.2 cores busy; the measured times will be too long" in out
-    assert "all-reduce               10 us and 1.00 GB/s" in out
-    assert "attention                forward 1 us + 2.0 ps an operation" in out
-    assert out.endswith("wrote chip-here.toml; weft explain --chip chip-here.toml predicts a step here\n")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(300)
-def test_a_short_measurement_writes_a_file_for_predictions(tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "weft.models.cli", "measure", "--seconds", "0.5", "--output", "here.toml"]
-    result = subprocess.run(
-        [*command, "--processes", "2"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    chip = load_chip(tmp_path / "here.toml")
-    assert chip.threads == 1 and chip.crowding >= 1 and "measured" in chip.source
-    assert 1e8 < chip.peak("float32") < 1e13 and 1e8 < chip.memory_bandwidth < 1e13
-    assert {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "recv"} == set(chip.collectives)
-    assert all(rate.time(2**20) > 0 for rate in chip.collectives.values())
-    for name in ("linear", "attention", "rms_norm", "swiglu_linear", "cross_entropy"):
-        rate = chip.rate(name, "forward", "float32")
-        assert rate is not None and (rate.adds_products or 0 < rate.time(2**20, 2**24) < 10)
-        # On a CPU, the loss computes its gradient in forward.
-        part = "forward" if name == "cross_entropy" else "backward"
-        assert chip.rate(name, part, "bfloat16") is not None
-    assert chip.link(2, 1)[1] < 1e12 and 0 <= chip.levels[0].slowdown <= 1
-    assert 0 <= chip.host_seconds < 1e-2
+def test_a_collective_takes_the_thread_what_ops_do_not() -> None:
+    trace = trace_of(DIVIDED, tp=2)
+    collectives = [event for segment in trace.segments for event in segment.events if isinstance(event, Start)]
+    assert {event.size for event in collectives} == {2}
+    chip = replace(load_chip("h100"), ops={}, memory_bandwidth=1e30, host_seconds=0.0)
+    found = collective_host_seconds_of(trace, 1e-2, chip)
+    assert 1e-2 / 60 < found < 1e-2 / 15  # two or more a block and phase, in 4 blocks
+    launched = replace(chip, host_seconds=1e-6)
+    assert 0 < collective_host_seconds_of(trace, 1e-2, launched) < found
+    assert collective_host_seconds_of(trace, 1e-2, replace(launched, crowding=1e3)) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,6 +156,28 @@ def test_a_real_step_allocates_what_the_step_on_shapes_does(recompute: Any) -> N
             find_gradients(model, criterion, parts, sync, after_phase=live.mark)
     assert predicted is not None
     assert max(live.bytes_at_moments()) == pytest.approx(predicted.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(partial(torch.optim.SGD, lr=0.1), id="no-states"),
+        pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9), id="momentum"),
+        pytest.param(torch.optim.AdamW, id="adamw"),
+    ],
+)
+def test_a_given_optimizer_runs_on_shapes_and_has_the_states_of_a_real_step(make_optimizer: Any) -> None:
+    model, mesh = Llama(replace(CONFIG, num_layers=2)), ProcessMesh.grid(dp=1)
+    predicted = predict_memory(
+        model, mesh, batch=BATCH, device="cpu", make_optimizer=lambda laid: make_optimizer(laid.parameters())
+    )
+    initialize(model, seed=1)
+    optimizer, tokens = make_optimizer(model.parameters()), torch.arange(256).reshape(BATCH) % CONFIG.vocab_size
+    cross_entropy(model(tokens), tokens).backward()
+    optimizer.step()
+    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    assert predicted.states == sum(each.nbytes for each in states)
+    assert predicted.peak is not None
 
 
 def test_what_a_program_holds_is_followed_to_its_death() -> None:

@@ -68,6 +68,12 @@ def test_links_slow_the_device() -> None:
     assert result.seconds == pytest.approx(3.75)
 
 
+def test_on_a_cpu_a_collective_may_need_the_whole_device() -> None:
+    chip = replace(QUICK, levels=(replace(QUICK.levels[0], slowdown=1.0), QUICK.levels[1]))
+    assert timed(start(0, 3.0), memory(2.0), chip=chip).seconds == pytest.approx(5.0)
+    assert timed(memory(2.0), start(0, 3.0), memory(0.0), chip=chip).seconds == pytest.approx(5.0)
+
+
 def test_the_device_idles_where_the_host_is_behind() -> None:
     chip = replace(QUICK, host_seconds=1.0)
     # Ops are issued at 1, 2, 3 and 4 s, and take 2.5, 0.1, 0.1 and 0.1 s.
@@ -85,6 +91,15 @@ def test_on_a_cpu_the_host_computes_and_waits() -> None:
     result = timed(start(0, 3.0), memory(1.0), wait(0), memory(1.0), chip=chip)
     assert result.seconds == pytest.approx(5.0)
     assert result.parts["communication"] == pytest.approx(1.0)
+
+
+def test_on_a_cpu_no_op_runs_while_a_collective_is_issued() -> None:
+    chip = replace(QUICK, collective_host_seconds=0.5, threads=1)
+    result = timed(start(0, 3.0), memory(1.0), wait(0), chip=chip)
+    assert result.seconds == pytest.approx(3.5)
+    assert result.parts["host"] == pytest.approx(0.5) and result.parts["communication"] == pytest.approx(2.0)
+    assert timed(start(0, 3.0, size=1), memory(1.0), wait(0), chip=chip).seconds == pytest.approx(1.0)
+    assert timed(start(0, 3.0), memory(1.0), wait(0), chip=replace(chip, threads=None)).seconds == pytest.approx(3.0)
 
 
 def test_a_compiler_fuses_elementwise_work() -> None:
@@ -165,6 +180,18 @@ def test_gathers_two_blocks_ahead_are_awaited_in_order() -> None:
     step = trace(*few[:2], middle, *last, num_blocks=blocks)
     assert time_step(step, QUICK).seconds == pytest.approx(time_step(gathering_two_ahead(blocks), QUICK).seconds)
     assert time_step(step, QUICK, expand=True).seconds == pytest.approx(time_step(step, QUICK).seconds)
+
+
+@pytest.mark.parametrize(("ahead", "blocks"), [(2, 11), (2, 100), (5, 40), (9, 100)])
+@pytest.mark.parametrize("work", [0.2, 0.29, 0.4])
+def test_gathers_ahead_that_the_links_do_not_keep_up_with(ahead: int, blocks: int, work: float) -> None:
+    """The first waits are for gathers long done; each later wait is longer than the wait before."""
+    first = segment(*[start(number, 0.3) for number in range(ahead)], memory(0.3 * ahead + 1), blocks=(0,))
+    loop = segment(start(ahead, 0.3), wait(0), memory(work), blocks=range(1, blocks + 1))
+    step = trace(first, loop, segment(memory(100.0), blocks=(blocks + 1,)), num_blocks=blocks + 2)
+    whole, quick = time_step(step, QUICK, expand=True), time_step(step, QUICK)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert quick.parts["communication"] == pytest.approx(whole.parts["communication"], abs=1e-6)
 
 
 def test_a_host_that_loses_its_lead() -> None:

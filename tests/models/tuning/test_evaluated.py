@@ -91,7 +91,7 @@ def held_out_loss(run: Run) -> float:
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_held_out_loss_of_a_run_is_that_of_evaluate(

@@ -45,6 +45,13 @@ MIXTURES: dict[str, tuple[dict[str, int], str]] = {
     "ep4-dp4-tp2": ({"dp": 4, "tp": 2}, "--mesh.ep 4 --plan.zero 3 --plan.recompute full"),
     "ep2-pp2-dp2-tp2": ({"pp": 2, "dp": 2, "tp": 2}, "--mesh.ep 2 --plan.microbatches 2 --plan.zero 1"),
 }
+EACH_MESH = pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=[pytest.mark.exhaustive] if math.prod(axes.values()) > 4 else [])
+        for mesh, (axes, _) in MESHES.items()
+    ],
+)
 REFERENCES = ("model", "adapters", "precomputed")
 TASKS: dict[str, tuple[Task, str]] = {
     "sft": ("sft", ""),
@@ -112,21 +119,22 @@ def of_reference(folders: Path, kind: str = "llama") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("mesh", MESHES)
+@EACH_MESH
 def test_a_step_of_all_weights(mesh: str, name: str, folders: Path, pool: Pool) -> None:
     compare(pool, folders, "llama", name, MESHES[mesh], *(() if name == "sft" else of_reference(folders)))
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("mesh", MESHES)
+@EACH_MESH
 def test_a_step_of_adapters(mesh: str, name: str, folders: Path, pool: Pool) -> None:
     """The reference is the model without its adapters."""
     compare(pool, folders, "llama", name, MESHES[mesh], *LORA)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("reference", ["precomputed", "model"])
-@pytest.mark.parametrize("mesh", MESHES)
+@EACH_MESH
 def test_adapters_beside_another_reference(mesh: str, reference: str, name: str, folders: Path, pool: Pool) -> None:
     further = (*LORA, "--reference", reference, *of_reference(folders))
     compare(pool, folders, "llama", name, MESHES[mesh], *further)

@@ -12,6 +12,7 @@ from tests.support.pool import Pool
 NAMES = {True: ("rewards_chosen", "rewards_rejected"), False: ("rewards_rejected", "rewards_chosen")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("label", [True, False], ids=["desirable", "undesirable"])
 def test_a_step_with_one_label_has_one_reward_and_no_margin(label: bool, tmp_path: Path, pool: Pool) -> None:
     """Of a dp mesh, on whose ranks an example may be missing altogether, too."""

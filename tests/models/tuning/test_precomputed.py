@@ -304,6 +304,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dies", [half_computed, unsaved], ids=["half-computed", "unsaved"])

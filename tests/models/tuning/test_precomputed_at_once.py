@@ -44,6 +44,7 @@ def computes_while_another_does(run: Run) -> None:
         PrecomputedReference._compute = compute  # type: ignore[method-assign]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damaged", [False, True], ids=["nothing-before", "a-damaged-file-before"])
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_two_runs_on_different_meshes(task: Any, damaged: bool, tmp_path: Path, pool: Pool) -> None:

@@ -20,7 +20,7 @@ from .qkv_linear import qkv_linear
 from .random import normal, uniform
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rms_norm_rope, rope, rope_tables
-from .routing import combine, dispatch, route, router_statistics
+from .routing import combine, dispatch, route, router_statistics, sequence_load
 from .swiglu import geglu, swiglu
 from .swiglu_linear import swiglu_linear
 
@@ -55,6 +55,7 @@ __all__ = [
     "rope_tables",
     "route",
     "router_statistics",
+    "sequence_load",
     "sigmoid_gate",
     "swiglu",
     "swiglu_linear",

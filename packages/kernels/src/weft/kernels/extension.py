@@ -26,7 +26,7 @@ from .dispatch.sharded.second_derivatives import refuse_second_derivative
 from .dispatch.token_order import Runs, as_laid, as_read
 from .dropout.sharded import dropout_by_row
 from .launching.traffic import counted_traffic
-from .matmul.sharded.choice import MEASURED, Form, faster_in_steps
+from .matmul.sharded.choice import MEASURED, OverlappedOp, faster_in_steps
 from .packing import pack, unpack
 from .random import normal_
 from .routing import sort_by_expert
@@ -34,8 +34,8 @@ from .routing import sort_by_expert
 __all__ = [
     "MEASURED",
     "DelayedGradients",
-    "Form",
     "Op",
+    "OverlappedOp",
     "Part",
     "Places",
     "ReceivedKeys",

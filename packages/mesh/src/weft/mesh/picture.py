@@ -25,8 +25,8 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of cells, on 
 FITS = ((CELLS, ITEMS), (4, ITEMS), (CELLS, 2), (4, 2), (3, 2), (4, 1), (3, 1), (3, 0))
 
 Coordinate = dict[str, int]
-Shape = tuple[int, ...] | None
-Index = int | None  # a dim, or a part of a dim; None for no dim, or for parts left out
+ShapeOrNone = tuple[int, ...] | None
+DimIndex = int | None  # a dim, or a part of a dim; None for no dim, or for parts left out
 
 
 class Drawable(Protocol):
@@ -99,13 +99,15 @@ def coloured(picture: str) -> Text:
     return text
 
 
-def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coordinate, width: int) -> list[str]:
+def _grid(
+    layout: Drawable, shape: ShapeOrNone, row: DimIndex, column: DimIndex, fixed: Coordinate, width: int
+) -> list[str]:
     """The lines of a grid, with fewer columns and shorter lists of ranks until the lines fit the width.
 
     row, column: the dims drawn. fixed: the part of every further dim, as indices along the axes that cut the dim.
     """
     down, most = _parts_to_draw(layout, row, CELLS), _parts_to_draw(layout, column, CELLS)
-    cells: dict[tuple[Index, Index], Cell] = {
+    cells: dict[tuple[DimIndex, DimIndex], Cell] = {
         (i, j): _cell(layout, fixed | _coordinate(layout, row, i) | _coordinate(layout, column, j))
         for i, j in product(down, most)
         if i is not None and j is not None
@@ -125,7 +127,7 @@ def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coor
     return lines
 
 
-def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
+def _table(layout: Drawable, shape: ShapeOrNone, cut: list[int]) -> list[str]:
     """A line for each rank: the part of each sharded dim, and the addend along each Partial axis."""
     mesh = layout.mesh
     partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]
@@ -139,13 +141,13 @@ def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
     return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
 
 
-def _parts_to_draw(layout: Drawable, dim: Index, most: int) -> list[Index]:
+def _parts_to_draw(layout: Drawable, dim: DimIndex, most: int) -> list[DimIndex]:
     """The parts of a dim to draw; None stands for the parts left out."""
     count = 1 if dim is None else layout.parts(dim)
     return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
 
 
-def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
+def _coordinate(layout: Drawable, dim: DimIndex, part: DimIndex) -> Coordinate:
     """The coordinate of part `part` of a dim: an index along each axis that cuts the dim."""
     coordinate: Coordinate = {}
     if dim is not None and part is not None:
@@ -154,7 +156,7 @@ def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
     return coordinate
 
 
-def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
+def _label(layout: Drawable, shape: ShapeOrNone, dim: DimIndex, at: Coordinate) -> str:
     """The indices of the part of a dim at a coordinate, as 0:2; without the shape the number of the part, as 0 of 4."""
     if dim is None:
         return ""

@@ -19,7 +19,16 @@ from .initialization import Constant, Initial, Normal
 from .layers import DotProductAttention, Dropout, Embedding, Head, Linear, RMSNorm
 from .mixture_config import MixtureConfig
 from .parallel.plan import ParallelPlan
-from .parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
+from .parallel.styles import (
+    CONTEXT_AXIS,
+    TENSOR_AXIS,
+    ColwiseParallel,
+    ExpertParallel,
+    PrepareOutput,
+    RowwiseParallel,
+    Style,
+    VocabParallel,
+)
 from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 
 TENSOR_STYLES: dict[str, Style] = {
@@ -240,7 +249,7 @@ class MixtureDecoder(Decoder[AnyMixtureConfig]):
 
         statistics: float32 [layers with experts, 2 * E + 1], the sums over tokens that `RouterLosses` takes: for each
             expert, the number of its tokens and the sum of its softmax probabilities; the sum of squared logsumexps.
-            On a mesh, Partial over the axes that shard the tokens.
+            On a mesh, Partial over the axes that shard the tokens. With `MixtureConfig.seq_aux`, a further column.
         Further arguments: as for `CausalModel.forward`.
         """
         if isinstance(documents, Tensor) and not cache:
@@ -261,12 +270,16 @@ class MixtureDecoder(Decoder[AnyMixtureConfig]):
     def parallel_plan(self) -> ParallelPlan:
         """The default plan of `parallelize`."""
         config = self.config
-        styles = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." not in pattern}
+        styles: dict[str, Style | PrepareOutput] = {
+            pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." not in pattern
+        }
         mlps = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." in pattern}
         if len(config.sparse_layers) < config.num_layers:
             styles |= mlps
         if config.sparse_layers:
             styles["layers.*.mlp.experts"] = ExpertParallel()
+            if config.seq_aux:
+                styles["layers.*.mlp.sequence_load"] = PrepareOutput({CONTEXT_AXIS: "R", TENSOR_AXIS: "R"})
             if any(isinstance(each, MixtureOfExperts) and each.shared_expert is not None for each in self.modules()):
                 styles |= {pattern.replace(".mlp.", ".mlp.shared_expert."): style for pattern, style in mlps.items()}
         return ParallelPlan(tensor=styles)
@@ -291,7 +304,7 @@ def _block(config: RotaryConfig, index: int) -> Block:
         assert isinstance(config, MixtureConfig), "a block with experts is of such a config"
         row: dict[str, Any] = {"layer": config.sparse_layers.index(index), "layers": len(config.sparse_layers)}
         experts: dict[str, Any] = asdict(options.experts)
-        mixture = MixtureOfExperts(config.hidden_size, **experts, **row)
+        mixture = MixtureOfExperts(config.hidden_size, **experts, **row, seq_aux=config.seq_aux)
         return MixtureBlock(attention, mixture, **settings)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=options.mlp_bias)
     return (MixtureBlock if isinstance(config, MixtureConfig) else Block)(attention, mlp, **settings)

@@ -224,11 +224,29 @@ def write_anew(path: Path, content: bytes) -> None:
     Raises OSError if the file cannot be written.
     """
     aside = path.with_name(f".{path.name}")
-    aside.unlink(missing_ok=True)  # left by a killed process
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    aside.replace(path)
+    try:
+        with os.fdopen(_new_file(aside), "wb") as file:
+            file.write(content)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Make and remove the temporary file of `write_anew`, before the work whose result is the file.
+
+    Raises OSError if the folder takes no file of this name.
+    """
+    aside = path.with_name(f".{path.name}")
+    os.close(_new_file(aside))
+    aside.unlink()
+
+
+def _new_file(path: Path) -> int:
+    """The descriptor of a new file, in place of a file left by a killed process."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_shared(path: Path, content: bytes) -> None:

@@ -108,7 +108,7 @@ def _other_cut(named: int, size: int) -> int | None:
 
 
 def fitting_part(exact: Mapping[str, int], rows: int) -> int:
-    """The size of parts for `rows`: the largest for which no part, also not the last, is refused by `check_cut`."""
+    """The most rows in a part, if `rows` are cut into parts that `check_cut` allows, the shorter last part included."""
     named = exact.get("dp", 1)
     fits = (n for n in range(rows, 0, -1) if _other_cut(named, n) is None and _other_cut(named, rows % n) is None)
     return next(fits, 0)

@@ -53,12 +53,28 @@ class Experts(nn.Module):
         return f"{E} experts, {H} -> {I} -> {H}"
 
 
+class SequenceLoad(nn.Module):
+    """Counts each sequence's choices of each expert, for the balance loss of each sequence: `kernels.sequence_load`.
+
+    A module, so that a plan can sum the counts over the ranks that share a sequence.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, experts: Tensor) -> Tensor:
+        """experts [B, T, k] -> [B, E] in float32."""
+        return kernels.sequence_load(experts, self.num_experts)
+
+
 class MixtureOfExperts(nn.Module):
     """A mixture of experts in the place of an MLP: a router chooses `experts_per_token` experts for each token.
 
     hidden_size: width of the tokens. intermediate_size to experts_per_token, and score to shared_gate: see
         `ExpertOptions`, which checks the values.
     layer, layers: this layer's row in the router's statistics, and the number of rows; see `forward`.
+    seq_aux: count each sequence's load for the router's statistics, which then have a further column.
     """
 
     def __init__(
@@ -78,6 +94,7 @@ class MixtureOfExperts(nn.Module):
         shared_gate: bool = False,
         layer: int = 0,
         layers: int = 1,
+        seq_aux: bool = False,
     ) -> None:
         super().__init__()
         self.options = options = ExpertOptions(
@@ -95,6 +112,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.layer, self.layers = layer, layers
         self.gate = Linear(hidden_size, num_experts, bias=False)
+        self.sequence_load = SequenceLoad(num_experts) if seq_aux else None
         self.correction_bias = None
         if options.correction_bias:  # not trained by gradients: see `step.router.update_correction_biases`
             self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
@@ -107,8 +125,9 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, H] -> ([B, T, H], statistics).
 
-        router: add this layer's statistics to row `layer` of `statistics` [layers, 2 * E + 1], see
-            `kernels.router_statistics`; None starts at zeros. False: `statistics` is returned unchanged.
+        router: add this layer's statistics to row `layer` of `statistics` [layers, 2 * E + 1], with `seq_aux`
+            [layers, 2 * E + 2], see `kernels.router_statistics`; None starts at zeros. False: `statistics` is returned
+            unchanged.
         """
         options = self.options
         logits = self.gate(x)  # [B, T, E]
@@ -123,7 +142,10 @@ class MixtureOfExperts(nn.Module):
             groups=options.groups,
         )  # [B, T, k]
         if router:
-            statistics = kernels.router_statistics(logits, experts, statistics, layer=self.layer, layers=self.layers)
+            load = None if self.sequence_load is None else self.sequence_load(experts)
+            statistics = kernels.router_statistics(
+                logits, experts, statistics, load, layer=self.layer, layers=self.layers
+            )
         self.experts.choose(x, experts)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         if shared is not None and self.shared_expert_gate is not None:

@@ -118,13 +118,13 @@ def _foreign_part(model: nn.Module, family: Family) -> str | None:
     if odd := own.keys() ^ shapes.keys():
         name = min(odd)
         return (
-            f"its {name} is a parameter that a {family.model} of its config lacks"
+            f"it has the parameter {name}, which a {family.model} of the same config lacks"
             if name in own
             else f"it has no {name}"
         )
     if odd := {name for name, shape in own.items() if shape != shapes[name]}:
         name = min(odd)
-        return f"its {name} has shape {own[name]}, and its config makes the shape {shapes[name]}"
+        return f"its {name} has shape {own[name]}, and by the config {shapes[name]}"
     return None
 
 

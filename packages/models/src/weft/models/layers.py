@@ -262,6 +262,11 @@ class DotProductAttention(nn.Module):
         return f"head_dim={self.head_dim}, window={self.window}, scale={self.scale}{softcap}"
 
 
+def embedding_tables(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of all nn.Embedding in a model; a table may also be a head's weight."""
+    return {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+
+
 def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
     """Whether calling `layer` does no more than `kind.forward`: same class, and no hook, adapter or own forward.
 

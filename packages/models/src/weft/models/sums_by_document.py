@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Op, Sharding, apply, infer_gradient_layouts
 from weft.mesh import Layout, LayoutError, Partial
 from weft.reshard import layout_of, reshard
+from weft.reshard.extension import partial_axes
 
 
 def document_sums(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
@@ -37,11 +38,7 @@ def document_sums(values: Tensor, documents: Tensor, num_documents: int) -> Tens
     if not isinstance(sums, DTensor):
         return sums
     layout = layout_of(sums)
-    return reshard(sums, placements=layout.replace(**dict.fromkeys(_partial_axes(layout), "R")))
-
-
-def _partial_axes(layout: Layout) -> list[str]:
-    return [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Partial)]
+    return reshard(sums, placements=layout.replace(**dict.fromkeys(partial_axes(layout), "R")))
 
 
 def _forward(values: Tensor, documents: Tensor, *, num_documents: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -66,7 +63,7 @@ def _rule(
 ) -> Sharding:
     values, documents = layouts
     assert values is not None and documents is not None and shapes[0], "apply passes both"
-    if _partial_axes(values):
+    if partial_axes(values):
         raise LayoutError(f"document_sums has values ({values}), which are partial sums; reshard the values first")
     if documents != values:
         raise LayoutError(

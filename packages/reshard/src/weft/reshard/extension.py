@@ -19,6 +19,7 @@ from .moving.dtensor import (
     as_process_mesh,
     dtensor_spec,
     layout_on,
+    local_of,
     memory_of,
     mesh_argument,
     shape_of,
@@ -30,7 +31,7 @@ from .moving.executor import record_received, replay_received, run_or_replay, st
 from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .moving.waits import WaitTimer, measure_waits, wait_for
-from .planning.layouts import cotangent, shard_replicated_axes
+from .planning.layouts import cotangent, partial_axes, shard_replicated_axes
 from .training.buckets import observing_buckets
 from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
@@ -49,7 +50,7 @@ from .world.calls import Call
 from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
 from .world.dynamo import between_graphs, guard_shapes, in_graph, is_compiling
 from .world.exact import NAMED, exact_axes, mark_exact, named_axes_key, named_size
-from .world.folded import Fold, FoldedMesh, Index, run_in_turn
+from .world.folded import Fold, FoldedMesh, FoldIndex, run_in_turn
 from .world.groups import (
     axes_of_group,
     axis_group,
@@ -65,7 +66,7 @@ from .world.groups import (
     world_cache,
 )
 from .world.recording import Recorded, recording
-from .world.world import world
+from .world.world import members_by_position, world
 
 __all__ = [
     "BUCKET_BYTES",
@@ -74,9 +75,9 @@ __all__ = [
     "Call",
     "Collective",
     "Fold",
+    "FoldIndex",
     "FoldedMesh",
     "GradPlaceholder",
-    "Index",
     "LazyText",
     "ParameterSlot",
     "Pending",
@@ -117,13 +118,16 @@ __all__ = [
     "layout_in_call",
     "layout_on",
     "local_grad_callback",
+    "local_of",
     "mark_exact",
     "measure_waits",
+    "members_by_position",
     "memory_of",
     "mesh_argument",
     "named_axes_key",
     "named_size",
     "observing_buckets",
+    "partial_axes",
     "process_mesh",
     "record_received",
     "recording",

@@ -26,7 +26,7 @@ from ..dropout.function import DROPS_ALL, plain_mask
 from ..random.part import Part
 from .drop import Drop
 from .ranges import Ranges
-from .stretches import rows_alike, sinks_gradient
+from .stretches import add_sinks, rows_alike, sinks_gradient
 
 MOST_SCORES = 2**21  # scores of a block, over all rows and heads: 8 MB in float32. LEAST queries may have more
 LEAST, MOST = 16, 128  # queries of a block. In a block of n queries, a query computes up to n masked scores
@@ -68,7 +68,7 @@ def forward(
         scores = _scores(q, k, block, wide, scale, softcap)
         of_rows = scores.logsumexp(-1)  # [B, kv_heads, groups, n]
         if sinks is not None:
-            of_rows = torch.logaddexp(of_rows, sinks.to(wide).view(kv_heads, -1, 1))
+            of_rows = add_sinks(of_rows, sinks.view(kv_heads, -1))
         weights = _dropped(_weights(scores, of_rows), _keep_mask(drop, block, q), drop)
         out[rows, :, :, queries] = _product(weights, v[rows, :, :, keys].to(wide), block.seen).to(out.dtype)
         lse[rows, :, :, queries] = of_rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
+from ..launching.rows import block_length
 from ..matmul.launch import dtype_of, precision
 from ..random.launch import signed
 from . import kernel
@@ -142,7 +143,7 @@ def forward(
     lse = torch.empty((B, heads, T), dtype=torch.float32, device=query.device)
     if not lse.numel():
         return output, lse
-    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    block_d, chip = block_length(head_dim), chip_of(query.device)[0]
     is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, query, key, value)
     chosen = launch or launch_of("forward", chip, dtype_of(query, key), block_d, is_masked, is_aligned)
     keys = ranges.keys.contiguous()
@@ -192,7 +193,7 @@ def backward(
     )
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
-    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    block_d, chip = block_length(head_dim), chip_of(query.device)[0]
     is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, grad, query, key, value)
     of_queries, of_keys = launches or (
         launch_of("backward_queries", chip, dtype_of(query, key), block_d, is_masked, is_aligned),
@@ -228,11 +229,6 @@ def backward(
                 num_warps=of_keys.warps, num_stages=of_keys.stages,
             )  # fmt: skip
     return dquery, dkey, dvalue, None if sinks is None else _sinks_gradient(sinks, lse, delta)
-
-
-def padded(head_dim: int) -> int:
-    """BLOCK_D, the width of a head's tile: head_dim rounded up to a power of two, at least 16 for tensor cores."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -38,6 +38,15 @@ def is_plain(query: Tensor, key: Tensor, causal: bool, window: int | None, *furt
     return T == S or T == 1 or not causal
 
 
+def is_fused_on_gpu(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's attention is fused on a GPU. Torch's other function holds the scores of all T x S.
+
+    Flash attention takes half precision, and memory-efficient attention also float32, in heads of a multiple of 16
+    bytes (torch 2.13, ATen/native/transformers/cuda/sdp_utils.cpp). Neither takes float64.
+    """
+    return dtype in (torch.float16, torch.bfloat16) or (dtype == torch.float32 and head_dim % 4 == 0)
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -69,7 +78,8 @@ def forward(
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[..., T, heads * D] -> [B, heads, T, D]"""
+    """[..., T, heads * D] -> [B, heads, T, D], with contiguous D; otherwise torch would run an unfused function."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(-1, x.shape[-2], x.shape[-1] // head_dim, head_dim).transpose(1, 2)
 
 

@@ -47,13 +47,13 @@ class FusedCall(NamedTuple):
 
     queries: slice
     keys: slice
-    causal: bool = False  # whether query i of the piece sees only the keys 0 to i of the piece
-    mask: Tensor | None = None  # added to the scores: -inf where a query does not see a key of the piece
-    merges: bool = False  # whether the piece before has the same queries and earlier keys: the outputs are merged
+    causal: bool = False  # whether query i of the call sees only the keys 0 to i of the call
+    mask: Tensor | None = None  # added to the scores: -inf where a query does not see a key of the call
+    merges: bool = False  # whether the call before has the same queries and earlier keys: the outputs are merged
 
 
-Rows = list[tuple[slice, list[FusedCall]]]  # for each slice of the batch's rows: the pieces which compute these rows
-FusedCalls = FusedCall | Rows  # a single piece computes all queries and all keys of all rows
+CallsByRows = list[tuple[slice, list[FusedCall]]]  # for each slice of the batch's rows: the calls for these rows
+FusedCalls = FusedCall | CallsByRows  # a single call computes all queries and all keys of all rows
 
 
 def forward(
@@ -75,7 +75,7 @@ def forward(
     if isinstance(calls, FusedCall):
         output, lse = fused(q, k, v, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
     else:
-        output, lse = _attend_in_pieces(q, k, v, calls, scale)
+        output, lse = _attend_in_calls(q, k, v, calls, scale)
     if sinks is not None:
         output, lse = with_sinks(output, lse, sinks)
     return output.transpose(1, 2).reshape(query.shape), lse
@@ -100,30 +100,30 @@ def backward(
         dq, dk, dv = fused_backward(g, q, k, v, out, lse, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
         dkey, dvalue = dk.transpose(1, 2).reshape(key.shape), dv.transpose(1, 2).reshape(value.shape)
         return dq.transpose(1, 2).reshape(query.shape), dkey, dvalue
-    sums = any(_share_tokens(pieces) for _, pieces in calls)
+    sums = any(_share_tokens(of_rows) for _, of_rows in calls)
     dtype = torch.promote_types(q.dtype, torch.float32) if sums else q.dtype
     totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)]
     dq, dk, dv = (heads_of(total, head_dim) for total in totals)
-    for rows, pieces in calls:
-        for piece in pieces:
-            parts = _attend_backward(g, q, k, v, out, lse, rows, piece, scale)
-            for total, part, tokens in zip((dq, dk, dv), parts, (piece.queries, piece.keys, piece.keys), strict=True):
+    for rows, of_rows in calls:
+        for call in of_rows:
+            parts = _attend_backward(g, q, k, v, out, lse, rows, call, scale)
+            for total, part, tokens in zip((dq, dk, dv), parts, (call.queries, call.keys, call.keys), strict=True):
                 here = total[rows, :, tokens]
                 here.add_(part) if sums else here.copy_(part)
     return tuple(total.to(q.dtype) for total in totals)  # type: ignore[return-value]
 
 
-def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, calls: Rows, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of all rows, piece by piece."""
+def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: CallsByRows, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of all rows, call by call."""
     B, heads, T, D = q.shape
     output = q.new_zeros(B, T, heads, D).transpose(1, 2)  # 0 for a query without keys
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((B, heads, T), -torch.inf, dtype=wide, device=q.device)
-    for rows, pieces in calls:
-        for piece in pieces:
-            of_output, of_lse = output[rows, :, piece.queries], lse[rows, :, piece.queries]
-            part, part_lse = _attend(q, k, v, rows, piece, scale)
-            if piece.merges:
+    for rows, of_rows in calls:
+        for call in of_rows:
+            of_output, of_lse = output[rows, :, call.queries], lse[rows, :, call.queries]
+            part, part_lse = _attend(q, k, v, rows, call, scale)
+            if call.merges:
                 merge_into(of_output, of_lse, part, part_lse)
             else:
                 of_output.copy_(part)
@@ -131,19 +131,19 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, calls: Rows, scale: float
     return output, lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: FusedCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of a piece's queries over the piece's keys."""
-    q, k, v = q[rows, :, piece.queries], k[rows, :, piece.keys], v[rows, :, piece.keys]
-    return fused(q, k, v, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, call: FusedCall, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call's queries over the call's keys."""
+    q, k, v = q[rows, :, call.queries], k[rows, :, call.keys], v[rows, :, call.keys]
+    return fused(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=scale)  # type: ignore[no-any-return]
 
 
 def _attend_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, piece: FusedCall, scale: float
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, call: FusedCall, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a piece's queries, keys and values. out, lse: over all keys of the queries."""
-    g, q, out, lse = (x[rows, :, piece.queries] for x in (g, q, out, lse))
-    k, v = k[rows, :, piece.keys], v[rows, :, piece.keys]
-    return fused_backward(g, q, k, v, out, lse, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
+    """The gradients of a call's queries, keys and values. out, lse: over all keys of the queries."""
+    g, q, out, lse = (x[rows, :, call.queries] for x in (g, q, out, lse))
+    k, v = k[rows, :, call.keys], v[rows, :, call.keys]
+    return fused_backward(g, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.mask, scale=scale)  # type: ignore[no-any-return]
 
 
 def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
@@ -159,8 +159,17 @@ def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add sinks [heads] to the denominators of the softmax of each head's rows."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    total = add_sinks(lse, sinks)
     return (output * (lse - total).exp_().unsqueeze(-1)).to(output.dtype), total
+
+
+def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The logsumexp lse [..., heads, T] with a sink for each head. As in softmax, a sink of infinity gives NaN.
+
+    Without NaN, a weight of infinity would turn the head's output into zeros, and hide a model that has diverged.
+    """
+    sinks = sinks.to(lse.dtype)
+    return torch.logaddexp(lse, sinks.masked_fill(sinks == torch.inf, torch.nan).unsqueeze(-1))
 
 
 def sinks_gradient(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -183,13 +192,13 @@ def fused_calls_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: tor
     rows = rows_alike(seen)
     if T * S <= SMALL and bool((seen[..., 0] < seen[..., 1]).all()):
         return FusedCall(*everything, mask=_mask(seen, S, dtype))
-    return [(each, list(pieces_of(seen[each][0], dtype))) for each in rows]
+    return [(each, list(fused_calls_of_row(seen[each][0], dtype))) for each in rows]
 
 
 def has_masks(calls: FusedCalls) -> bool:
     """Whether a call has a mask. The call multiplies hidden values by 0, and 0 * NaN is NaN."""
-    pieces = [calls] if isinstance(calls, FusedCall) else [piece for _, of_rows in calls for piece in of_rows]
-    return any(piece.mask is not None for piece in pieces)
+    every = [calls] if isinstance(calls, FusedCall) else [call for _, of_rows in calls for call in of_rows]
+    return any(call.mask is not None for call in every)
 
 
 def rows_alike(seen: Tensor) -> list[slice]:
@@ -206,10 +215,10 @@ def _mask(seen: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(unseen.shape, dtype=dtype, device=seen.device).masked_fill_(unseen, -torch.inf).unsqueeze(1)
 
 
-def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[FusedCall]:
+def fused_calls_of_row(keys: Tensor, dtype: torch.dtype) -> Iterator[FusedCall]:
     """The calls of torch's fused attention for a row, in the order of the queries.
 
-    keys: [T, 2], the first key each query sees, and the key after the last. Queries without keys are in no piece.
+    keys: [T, 2], the first key each query sees, and the key after the last. Queries without keys are in no call.
     dtype: of the masks.
     """
     for group in _groups_for_masks(stretches_of(keys)):
@@ -272,7 +281,7 @@ def _groups_for_masks(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
 
 
 def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[FusedCall]:
-    """The pieces of a ONE_MORE_KEY stretch: query `first` sees the keys `start` to `end`, each next a key more."""
+    """The calls for a ONE_MORE_KEY stretch: query `first` sees the keys `start` to `end`, each next a key more."""
     if start == end:  # the first query sees nothing
         first, end = first + 1, end + 1
     queries, own = slice(first, stop), slice(end - 1, end - 1 + stop - first)
@@ -282,7 +291,7 @@ def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[FusedCall
 
 
 def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> Iterator[FusedCall]:
-    """The pieces of a NEXT_WINDOW stretch: query `first` sees the keys `start` to `end`, a window which moves on."""
+    """The calls for a NEXT_WINDOW stretch: query `first` sees the keys `start` to `end`, a window which moves on."""
     window = end - start
     block = min(stop - first, max(LEAST_BLOCK, min(window // 8, MOST_BLOCK)))
     full = torch.full((block, block + window - 1), -torch.inf, dtype=dtype, device="cpu")
@@ -293,13 +302,13 @@ def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> It
         yield FusedCall(slice(query, query + n), slice(key, key + width), mask=mask[:n, :width])
 
 
-def _share_tokens(pieces: list[FusedCall]) -> bool:
-    """Whether two pieces of a row have a query or a key in common. If they do, gradients must be added."""
+def _share_tokens(calls: list[FusedCall]) -> bool:
+    """Whether two calls for a row have a query or a key in common. If they do, gradients must be added."""
     stop = 0
-    for piece in pieces:
-        if piece.merges or piece.keys.start < stop:
+    for call in calls:
+        if call.merges or call.keys.start < stop:
             return True
-        stop = piece.keys.stop
+        stop = call.keys.stop
     return False
 
 

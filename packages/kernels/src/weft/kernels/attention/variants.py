@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..launching.aot import TARGETS, Variant
+from ..launching.rows import block_length
 from . import kernel
-from .launch import AttentionLaunch, Kernel, launch_of, padded
+from .launch import AttentionLaunch, Kernel, launch_of
 
 # How many products of tiles a kernel computes for two tiles loaded.
 PRODUCTS: dict[Kernel, int] = {"forward": 2, "backward_queries": 3, "backward_keys": 4}
@@ -52,13 +53,13 @@ def _variant(
     }
     constexprs: dict[str, int | str | None] = {
         "PHASED": int("all" in features), "PRECISION": precision,
-        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),
+        "HEAD_DIM": head_dim, "BLOCK_D": block_length(head_dim),
     }  # fmt: skip
 
     def launched(target: str) -> Variant:
         name_of_dtype = "tf32" if precision == "tf32" else DTYPES[dtype]
         is_masked = bool({"all", "places"} & {*features})
-        chosen = launch or launch_of(of, target, name_of_dtype, padded(head_dim), is_masked, is_aligned)
+        chosen = launch or launch_of(of, target, name_of_dtype, block_length(head_dim), is_masked, is_aligned)
         values = constexprs | {"BLOCK_T": chosen.block_t, "BLOCK_S": chosen.block_s}
         arguments = {
             each: kinds.get(each, "i32" if each in kernel.UNSPECIALIZED else stride)

@@ -13,14 +13,14 @@ from ..dispatch.backend import is_recorded, on_cpu, use_triton
 from ..dispatch.op import Tensors
 from . import reference
 from .guess import FirstBackward, guess
-from .merged import LossShard, Merged, Upstream, find_correct, weigh_targets
+from .merged import LossShard, MergedStatistics, Upstream, find_correct, weigh_targets
 from .options import Options, check, check_contiguous
 
 # Starts the all-gather of this shard's statistics [N, columns] over the vocabulary's shards. Returns a function to wait
 # for the result [shards, N, columns]. The columns, 3 to 6, are listed at `reference.statistics`.
-Gather = Callable[[Tensor], Callable[[], Tensor]]
+StartGather = Callable[[Tensor], Callable[[], Tensor]]
 # Sums a tensor over the ranks that share the tokens, perhaps in place.
-AllReduce = Callable[[Tensor], Tensor]
+SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def forward(
@@ -32,8 +32,8 @@ def forward(
     options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    gather: Gather | None = None,
-    all_reduce: AllReduce | None = None,
+    gather: StartGather | None = None,
+    all_reduce: SumOverRanks | None = None,
     first_backward: FirstBackward | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """Compute the requested outputs and the tensors saved for `backward`.
@@ -110,8 +110,8 @@ def backward(
     options: Options,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    gather: Gather | None = None,
-    all_reduce: AllReduce | None = None,
+    gather: StartGather | None = None,
+    all_reduce: SumOverRanks | None = None,
     first_backward: FirstBackward | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype; None for other operands. Communication: none.
@@ -157,7 +157,7 @@ def mean_denominator(
     target: Tensor,
     options: Options,
     dtype: torch.dtype,
-    all_reduce: AllReduce | None,
+    all_reduce: SumOverRanks | None,
     none_ignored: bool = False,
 ) -> Tensor:
     """Compute the denominator of "mean": the sum of the weights of all tokens not ignored, over all ranks.
@@ -205,7 +205,7 @@ class LossPasses(Protocol):
     statistics: Callable[..., Tensor]
     # (logits, target, weight, upstream, shard, out) -> the statistics of a shard with all classes, and writes the
     # gradient of the logits to `out`. Also returns the rows' combined statistics if they are at hand, for `losses`.
-    statistics_and_gradient: Callable[..., tuple[Tensor, Merged | None]]
+    statistics_and_gradient: Callable[..., tuple[Tensor, MergedStatistics | None]]
     # (logits, target, weight, gathered statistics, upstream, shard, out, guessed=None) -> out, to which the gradient of
     # the logits was written.
     gradient: Callable[..., Tensor]

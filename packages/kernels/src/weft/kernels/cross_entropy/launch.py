@@ -12,7 +12,7 @@ from torch import Tensor
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
 from . import guess, kernel
-from .merged import LossShard, Merged, Upstream
+from .merged import LossShard, MergedStatistics, Upstream
 from .options import Options
 
 
@@ -101,7 +101,7 @@ def _without_rivals(statistics: Tensor, shard: LossShard) -> Tensor:
 
 
 def losses(
-    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: Merged | None = None
+    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: MergedStatistics | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """See `merged.losses`. The kernel merges the shards' statistics itself."""
     R, N, _ = statistics.shape
@@ -180,7 +180,7 @@ def _gradient_unless_guessed(
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard, out: Tensor
-) -> tuple[Tensor, Merged | None]:
+) -> tuple[Tensor, MergedStatistics | None]:
     """See `reference.statistics_and_gradient`. A single kernel does both, and reads rows the second time from the L2.
 
     If the upstream gradient is NaN, only the statistics are computed.

@@ -48,7 +48,7 @@ class Upstream:
         return Upstream(loss, lse, self.denominator)
 
 
-class Merged(NamedTuple):
+class MergedStatistics(NamedTuple):
     """The combined statistics of all shards, each [N] in float64. Made and explained by `merge`."""
 
     base: Tensor
@@ -56,7 +56,7 @@ class Merged(NamedTuple):
     log_odds: Tensor
 
 
-def merge(statistics: Tensor) -> Merged:
+def merge(statistics: Tensor) -> MergedStatistics:
     """Combine the first three statistics of `statistics` [shards, N, 3 to 6].
 
     lse_hi is a shard's logsumexp without the target.
@@ -81,7 +81,7 @@ def merge(statistics: Tensor) -> Merged:
         base = replace_infinite(torch.maximum(lse_hi.amax(0), target_logit))
         non_target_lse = ((lse_hi - base) + lse_lo).logsumexp(0)
     target_logit = target_logit - base  # NaN for an infinite logit
-    return Merged(base, torch.logaddexp(non_target_lse, target_logit), non_target_lse - target_logit)
+    return MergedStatistics(base, torch.logaddexp(non_target_lse, target_logit), non_target_lse - target_logit)
 
 
 def replace_infinite(largest: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def replace_infinite(largest: Tensor) -> Tensor:
 
 
 def losses(
-    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: Merged | None = None
+    statistics: Tensor, target: Tensor, weight: Tensor | None, shard: LossShard, merged: MergedStatistics | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss and the logsumexp of each row, both 0 for ignored rows, in the target's shape.
 
@@ -154,7 +154,7 @@ class RowFactors:
 
 
 def gradient_factors(
-    merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard
+    merged: MergedStatistics, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard
 ) -> RowFactors:
     """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients."""
     options = shard.options

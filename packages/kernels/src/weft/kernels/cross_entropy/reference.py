@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dispatch.backend import can_read, is_shape_alone
 from . import guess
-from .merged import LossShard, Merged, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
+from .merged import LossShard, MergedStatistics, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
@@ -170,7 +170,7 @@ def gradient(
 
 def statistics_and_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard, out: Tensor
-) -> tuple[Tensor, Merged | None]:
+) -> tuple[Tensor, MergedStatistics | None]:
     """Return the statistics [N, 3 to 6] of one shard with all classes, and write the gradient to `out`.
 
     Called in forward, to compute both from the same exponentials.
@@ -195,7 +195,7 @@ def _write(
     x: Tensor,
     classes: Tensor,
     weight: Tensor | None,
-    merged: Merged,
+    merged: MergedStatistics,
     upstream: Upstream,
     shard: LossShard,
     dx: Tensor,

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .arguments import described
 from .backend import is_compiling
 
 Runs = tuple[tuple[int, int], ...]  # in memory order
@@ -21,13 +22,20 @@ def checked_order(name: str, order: Sequence[Sequence[int]], length: int) -> Run
 
     Raises ValueError unless the runs cover 0 to `length`, with each token in one run.
     """
-    runs = tuple([(start, stop) for start, stop in order])
+    try:
+        runs = tuple([(start, stop) for start, stop in order])
+    except (TypeError, ValueError) as error:  # no pairs
+        raise _order_error(name, order, length) from error
     if not is_compiling() and not _covers(runs, length):  # Dynamo warns about lru_cache
-        raise ValueError(
-            f"{name}: order is {list(runs)}, but the tokens are 0 to {length}; give runs [start, stop) with each token "
-            f"once"
-        )
+        raise _order_error(name, order, length)
     return runs
+
+
+def _order_error(name: str, order: object, length: int) -> ValueError:
+    return ValueError(
+        f"{name}: order is {described(order)}, but the tokens are 0 to {length}; give runs [start, stop) with each "
+        f"token once"
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 from weft.reshard.extension import between_graphs
 
+from ..dispatch.arguments import described, is_number
 from ..dispatch.backend import is_compiling
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
@@ -57,7 +58,8 @@ def dropout(
     Raises ValueError for p, a key or a dtype outside these, and for tensors on two devices; LayoutError for another
     Partial.
     """
-    operand, number = check_dropout("dropout", "p", p, key)
+    check_probability("dropout", "p", p)
+    operand, number = checked_key("dropout", key)
     if x.dtype not in DTYPES:
         raise ValueError(f"dropout: x is {x.dtype}; give one of {', '.join(map(str, DTYPES))}")
     if residual is not None and residual.shape != x.shape:
@@ -93,13 +95,17 @@ def dropout(
 dropout_by_row = between_graphs("each row has the order of its documents; compile the block without fullgraph")(dropout)
 
 
-def check_dropout(name: str, option: str, p: float, key: int | Tensor | None) -> tuple[Tensor | None, int]:
-    """(key tensor, 0) or (None, key number), for an op `name` whose drop probability is named `option`.
+def check_probability(name: str, option: str, p: float) -> None:
+    """Raises ValueError unless p is a number from 0 to 1. name, option: of the op, and of the argument p."""
+    if not (is_number(p) and 0 <= p <= 1):
+        raise ValueError(f"{name}: {option} is {described(p)}; give a probability, 0 to 1")
 
-    Raises ValueError for a probability outside 0 to 1, and for a key which is neither 64 bits nor a tensor of them.
+
+def checked_key(name: str, key: int | Tensor | None) -> tuple[Tensor | None, int]:
+    """(key tensor, 0) or (None, key number). name: of the op.
+
+    Raises ValueError for a key which is neither 64 bits nor a tensor of them.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}: {option} is {p}; give a probability, 0 to 1")
     if isinstance(key, Tensor):
         if key.shape != () or key.dtype != torch.uint64 or key.device.type != "cpu":
             raise ValueError(

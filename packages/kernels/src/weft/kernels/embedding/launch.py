@@ -7,17 +7,12 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import contiguous_rows
+from ..launching.rows import block_length, contiguous_rows
 from . import kernel
 
 # 16 bytes of bf16 a thread. Backward reads four tokens at once, so a frequent token has four loads in flight.
 # Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 WARPS, BLOCK_N, MOST_H = 4, 4, 1024
-
-
-def block_of(H: int) -> int:
-    """The number of columns a program computes, for rows of H."""
-    return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
 
 
 def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_size: int) -> None:
@@ -29,7 +24,7 @@ def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_s
     if not y.numel():
         return
     H = weight.shape[1]
-    weight, block = contiguous_rows(weight, H), block_of(H)
+    weight, block = contiguous_rows(weight, H), min(MOST_H, block_length(H))
     with device_of(y):
         kernel.forward[(tokens.numel() * -(-H // block),)](
             tokens.contiguous(), weight, y, len(weight), H, weight.stride(0), vocab_start, vocab_size,
@@ -49,7 +44,7 @@ def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, pa
     ends = torch.searchsorted(
         sorted_tokens, torch.arange(vocab_start, vocab_start + rows + 1, device=tokens.device, dtype=tokens.dtype)
     )
-    grad, block = contiguous_rows(grad, H), block_of(H)
+    grad, block = contiguous_rows(grad, H), min(MOST_H, block_length(H))
     with device_of(grad):
         kernel.backward[(rows * -(-H // block),)](
             grad, order, ends,

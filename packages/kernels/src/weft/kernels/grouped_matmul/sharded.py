@@ -18,6 +18,7 @@ from ..matmul.sharded.layout_rule import (
     check_operand,
     check_residual_layout,
     layout_of_dims,
+    output_dtype,
     summed_axes,
     without_partial,
 )
@@ -181,12 +182,6 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
     return Sharding(total_layout, shape, lambda grad: (None,) * 4, local_options)
 
 
-def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
-    """The output's dtype, for `Op.dtype`. dtype: of a."""
-    wanted: torch.dtype | None = options["out_dtype"]
-    return wanted or dtype
-
-
 def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
     """The output alone, for `Op.inference`: nothing is saved for backward."""
     return function.forward(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # a, b and offsets: not None
@@ -197,7 +192,7 @@ GROUPED_MATMUL = Op(
     function.forward,
     function.backward,
     _rule,
-    _dtype,
+    output_dtype,
     inference=_inference,
     weights=(1, 3),
     epilogue_backward=function.epilogue_backward,

@@ -281,7 +281,8 @@ def tensor_core(code: str) -> dict[str, int]:
 
 def as_json(reports: Iterable[VariantCost]) -> str:
     """The reports as JSON, one report a line: a changed report is one changed line in a diff."""
-    return "[\n" + ",\n".join(json.dumps(asdict(report)) for report in reports) + "\n]\n"
+    lines = [json.dumps(asdict(report) | {"occupancy": report.occupancy}) for report in reports]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def as_table(reports: Iterable[VariantCost]) -> str:

@@ -13,6 +13,11 @@ LONGEST_BYTES = 32 * 1024
 MOST_WARPS = 16
 
 
+def block_length(length: int) -> int:
+    """A block's length: `length` rounded up to a power of two, at least 16 for tensor cores."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class RowTile:
     """How many rows a program computes, and with how many warps. `RowTile.of` chooses both for a row length."""
@@ -24,7 +29,7 @@ class RowTile:
     @classmethod
     def of(cls, length: int, elements: int) -> RowTile:
         """The tile for rows of `length` elements, with `elements` in each thread unless more than MOST_WARPS result."""
-        block = max(16, 1 << (length - 1).bit_length())
+        block = block_length(length)
         warps = min(MOST_WARPS, max(1, block // (32 * elements)))
         return cls(max(1, 32 * elements // block), block, warps)
 

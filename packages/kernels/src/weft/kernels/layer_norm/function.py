@@ -20,7 +20,7 @@ from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..launching.rows import fits
 
-Wanted = tuple[bool, ...]  # whether the gradients of x, weight and bias are needed
+WantedGradients = tuple[bool, ...]  # whether the gradients of x, weight and bias are needed
 # Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are
 # computed in pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at
 # most ELEMENTS_AT_ONCE elements, to stay in a core's cache.
@@ -184,7 +184,13 @@ def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps:
 
 
 def _compute_by_aten(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: WantedGradients,
 ) -> list[Tensor | None]:
     """The wanted gradients of x, weight and bias by aten, which sums over rows with a running sum."""
     gradients = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
@@ -192,7 +198,13 @@ def _compute_by_aten(
 
 
 def _compute_in_pieces(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: WantedGradients,
 ) -> list[Tensor | None]:
     """`_compute_by_aten` for many rows: by pieces, then summed. A single running sum would lose the last digits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None

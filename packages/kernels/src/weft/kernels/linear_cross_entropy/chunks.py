@@ -14,7 +14,7 @@ from itertools import cycle, zip_longest
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Gather, select_passes
+from ..cross_entropy.function import StartGather, select_passes
 from ..cross_entropy.merged import LossShard, Upstream
 from ..dispatch.backend import on_cpu
 
@@ -161,7 +161,7 @@ def sweep(
     chunks: list[slice],
     tokens: int | None,
     upstream: Upstream | None,
-    gather: Gather | None,
+    gather: StartGather | None,
 ) -> Iterator[SweptPart]:
     """Iterate over the parts of all chunks, computing each part's logits and statistics.
 

@@ -15,7 +15,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import AllReduce, Gather, mean_denominator, outputs_of, select_passes, unify_denominators
+from ..cross_entropy.function import (
+    StartGather,
+    SumOverRanks,
+    mean_denominator,
+    outputs_of,
+    select_passes,
+    unify_denominators,
+)
 from ..cross_entropy.merged import LossShard, Upstream, find_correct
 from ..cross_entropy.options import LOGITS_DTYPES, Options, TensorForm, check
 from ..dispatch.op import Tensors
@@ -38,8 +45,8 @@ def forward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     shards: int = 1,
-    gather: Gather | None = None,
-    all_reduce: AllReduce | None = None,
+    gather: StartGather | None = None,
+    all_reduce: SumOverRanks | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """Compute the outputs of cross-entropy and the tensors saved for `backward`.
 
@@ -120,8 +127,8 @@ def backward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     shards: int = 1,
-    gather: Gather | None = None,
-    all_reduce: AllReduce | None = None,
+    gather: StartGather | None = None,
+    all_reduce: SumOverRanks | None = None,
     reuse: bool = False,
 ) -> Tensors:
     """The gradients of input, linear_weight and linear_bias. Communication: none.

@@ -53,8 +53,8 @@ class Configuration:
         return round(flop / ((self.tile_m + self.tile_n * products) * self.tile_k * itemsize), 1)
 
 
-Kind = Literal["plain", "fused", "one_scale", "gated", "grouped", "grouped_weights"]
-ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # kinds for which the kernel saves a pass over the output
+ProductKind = Literal["plain", "fused", "one_scale", "gated", "grouped", "grouped_weights"]
+ONE_PASS: tuple[ProductKind, ...] = ("fused", "one_scale")  # kinds for which the kernel saves a pass over the output
 
 
 class ProductClass(NamedTuple):
@@ -71,7 +71,7 @@ class ProductClass(NamedTuple):
 
     chip: str  # as "sm_90"
     dtype: str  # of the factors; "tf32" where float32 is multiplied in tf32
-    kind: Kind
+    kind: ProductKind
     transposed: str  # which factors, a [M, K] and b [K, N], have contiguous columns: "", "a", "b" or "ab"
     # The sizes, rounded up to powers of two; for groups, the sizes of a group.
     m: int
@@ -81,7 +81,7 @@ class ProductClass(NamedTuple):
 
     @classmethod
     def of(
-        cls, chip: str, dtype: str, kind: Kind, transposed: str, M: int, N: int, K: int, groups: int = 1
+        cls, chip: str, dtype: str, kind: ProductKind, transposed: str, M: int, N: int, K: int, groups: int = 1
     ) -> ProductClass:
         m, n, k, groups = (1 << max(0, size - 1).bit_length() for size in (M, N, K, groups))
         return cls(chip, dtype, kind, transposed, m, n, k, groups)
@@ -95,7 +95,7 @@ def kind_of(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
     z: Tensor | None = None,
-) -> Kind:
+) -> ProductKind:
     """The kind of a product a @ b with this epilogue. z: the buffer for the pre-activation, or None."""
     if a.dtype.itemsize == 1:
         return "one_scale" if all(each is None or each.numel() == 1 for each in (a_scale, b_scale)) else "fused"
@@ -209,7 +209,7 @@ def adapt_to_groups(configuration: Configuration) -> Configuration:
     return _replace(unsplit, warps=8) if has_middle_tiles else unsplit
 
 
-def adapt_to_kind(kind: Kind, configuration: Configuration) -> Configuration:
+def adapt_to_kind(kind: ProductKind, configuration: Configuration) -> Configuration:
     """Return the configuration of a plain product, adapted to products of this kind."""
     match kind:
         case "gated":

@@ -20,7 +20,7 @@ from ..launching.launched import launched
 from ..swiglu import function as gates
 from . import reference
 from .checks import rows_in_place
-from .configurations import MEASURED, ONE_PASS, Kind, is_kernel_faster, kind_of
+from .configurations import MEASURED, ONE_PASS, ProductKind, is_kernel_faster, kind_of
 from .reference import flatten_to_rows, multiply_by_derivative, restore_leading_dims
 
 # Activations computed by the kernel of swiglu, with their names in swiglu.function.
@@ -298,7 +298,7 @@ def accumulate(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     return total
 
 
-def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
+def uses_kernel(a: Tensor, b: Tensor, kind: ProductKind) -> bool:
     """Whether the Triton kernel computes a @ b, if `use_triton(a)` is true: see `is_kernel_faster`.
 
     a: [..., M, K]. If b has no leading dims, the leading dims of a count as rows. The interpreter, without

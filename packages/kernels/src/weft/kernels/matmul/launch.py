@@ -13,8 +13,8 @@ from ..dispatch.backend import chip_of, device_of
 from . import kernel
 from .configurations import (
     Configuration,
-    Kind,
     ProductClass,
+    ProductKind,
     adapt_to_kind,
     choose_by_rule,
     find_measured,
@@ -162,7 +162,7 @@ def parts_of(batches: int) -> list[slice]:
     return [slice(start, min(batches, start + MOST_IN_GRID)) for start in range(0, batches, MOST_IN_GRID)]
 
 
-def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> ProductClass:
+def class_of(a: Tensor, b: Tensor, kind: ProductKind, groups: int = 1) -> ProductClass:
     """The class of the product of a [..., M, K] and b [..., K, N].
 
     If b has no leading dims, the leading dims of a count as rows. groups: the number of groups of M, or of K for

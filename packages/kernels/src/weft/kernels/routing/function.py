@@ -142,36 +142,65 @@ def combine_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Te
     return dy, None, dweights
 
 
+def sequence_load(experts: Tensor, *, num_experts: int) -> tuple[Tensor, Tensors]:
+    """The output of `reference.sequence_load`. Saves nothing.
+
+    Raises ValueError for an expert outside 0 to num_experts - 1, where the host can read the experts.
+    """
+    if can_read(experts):
+        check_range("sequence_load", experts, num_experts)
+    return reference.sequence_load(experts, num_experts), ()
+
+
+def sequence_load_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
+    """No gradient: the experts are integers."""
+    return (None,)
+
+
 def statistics(
-    logits: Tensor, experts: Tensor, previous: Tensor | None, *, layer: int, layers: int
+    logits: Tensor,
+    experts: Tensor,
+    previous: Tensor | None,
+    load: Tensor | None,
+    *,
+    layer: int,
+    layers: int,
+    length: int,
 ) -> tuple[Tensor, Tensors]:
     """The output of `router_statistics`: a copy of `previous` (None: zeros), with sums added to row `layer`.
 
-    Saves the logits.
+    length: of a sequence, over all ranks; 0 without load. Saves the logits and the load.
     """
     E, k = logits.shape[-1], experts.shape[-1]
+    sums = 2 * E + 1  # without the load's
     if previous is None:
-        output = logits.new_zeros(layers, 2 * E + 1, dtype=wide_dtype(logits))
+        output = logits.new_zeros(layers, sums + (load is not None), dtype=wide_dtype(logits))
     else:
         output = previous.clone()
     if uses_kernels(logits, k):
-        _launch_statistics(logits, experts, output[layer])
+        _launch_statistics(logits, experts, output[layer, :sums])
     else:
-        output[layer] += reference.statistics(logits.reshape(-1, E), experts.reshape(-1, k))
-    return output, (logits,)
+        output[layer, :sums] += reference.statistics(logits.reshape(-1, E), experts.reshape(-1, k))
+    if load is not None:
+        output[layer, sums:] += reference.sequence_balance(logits, load, length)
+    return output, (logits, load)
 
 
-def statistics_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, layer: int, layers: int) -> Tensors:
-    """The gradients of the logits and of `previous`, which gets `grad` itself; None for the experts."""
-    (logits,) = saved
+def statistics_backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, layer: int, layers: int, length: int
+) -> Tensors:
+    """The gradients of the logits and of `previous`, which gets `grad` itself; None for the experts and the load."""
+    logits, load = saved
     assert logits is not None, "forward saves them"
-    dlogits = None
+    dlogits, row = None, grad[layer, : 2 * logits.shape[-1] + 1]
     if needed[0] and uses_kernels(logits, 1):
         dlogits = logits.new_empty(logits.shape)
-        _launch_statistics_backward(grad[layer], logits, dlogits)
+        _launch_statistics_backward(row, logits, dlogits)
     elif needed[0]:
-        dlogits = reference.statistics_backward(logits.reshape(-1, logits.shape[-1]), grad[layer]).view(logits.shape)
-    return dlogits, None, grad if needed[2] else None
+        dlogits = reference.statistics_backward(logits.reshape(-1, logits.shape[-1]), row).view(logits.shape)
+    if dlogits is not None and load is not None:
+        dlogits += reference.sequence_balance_backward(logits, load, length, grad[layer, -1])
+    return dlogits, None, grad if needed[2] else None, None
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import RowTile, contiguous_rows, programs_of
+from ..launching.rows import RowTile, block_length, contiguous_rows, programs_of
 from . import kernel
 from .reference import Router
 
@@ -136,7 +136,7 @@ def gather_rows(x: Tensor, positions: Tensor, rows: Tensor, k: int) -> None:
     if not rows.numel():
         return
     H = rows.shape[-1]
-    x, block = contiguous_rows(x, H), _columns(H)
+    x, block = contiguous_rows(x, H), min(MOST_H, block_length(H))
     with device_of(x):
         kernel.gather_rows[(len(x) * -(-H // block),)](
             x, positions, rows, H, k, x.stride(0), BLOCK_H=block, num_warps=WARPS
@@ -154,7 +154,7 @@ def sum_rows(
     if not output.numel():
         return
     H = y.shape[-1]
-    y, block = contiguous_rows(y, H), _columns(H)
+    y, block = contiguous_rows(y, H), min(MOST_H, block_length(H))
     with device_of(y):
         kernel.sum_rows[(output.numel() // H * -(-H // block),)](
             y, positions, None if weights is None else weights.contiguous(), ends, output,
@@ -172,7 +172,7 @@ def sum_rows_backward(
         if dweights is not None:
             dweights.zero_()
         return
-    grad, y, block = contiguous_rows(grad, H), contiguous_rows(y, H), _columns(H)
+    grad, y, block = contiguous_rows(grad, H), contiguous_rows(y, H), min(MOST_H, block_length(H))
     with device_of(y):
         kernel.sum_rows_backward[(len(grad),)](
             grad, y, positions, weights.contiguous(),
@@ -180,11 +180,6 @@ def sum_rows_backward(
             H, k, grad.stride(0), y.stride(0),
             BLOCK_H=block, BLOCK_K=triton.next_power_of_2(k), num_warps=SUM_BACKWARD_WARPS,
         )  # fmt: skip
-
-
-def _columns(H: int) -> int:
-    """BLOCK_H for rows of H: H rounded up to a power of two, from 16 to MOST_H."""
-    return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
 
 
 _TYPES = {

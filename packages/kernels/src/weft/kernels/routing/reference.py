@@ -178,6 +178,26 @@ def sum_rows_backward(
             dweights[:, j] = (y.index_select(0, index[:, j]).to(dtype) * wide).sum(-1)
 
 
+def sequence_load(experts: Tensor, num_experts: int) -> Tensor:
+    """experts [B, T, k] -> [B, num_experts] in float32: how often each expert was chosen in a sequence."""
+    index = experts.reshape(experts.shape[0], experts.shape[1] * experts.shape[2]).long()
+    counts = torch.zeros(experts.shape[0], num_experts, device=experts.device)
+    return counts.scatter_add_(1, index, counts.new_ones(1).expand(index.shape))
+
+
+def sequence_balance(logits: Tensor, load: Tensor, length: int) -> Tensor:
+    """logits [B, T, E], load [B, E] -> [1]: the sum over b, t, e of load[b, e] / length * softmax(logits)[b, t, e]."""
+    dtype = wide_dtype(logits)
+    return (logits.to(dtype).softmax(-1).sum(1) * (load.to(dtype) / length)).sum().reshape(1)
+
+
+def sequence_balance_backward(logits: Tensor, load: Tensor, length: int, grad: Tensor) -> Tensor:
+    """The gradient of the logits [B, T, E] of `sequence_balance`, in their dtype. grad: a number."""
+    dtype = wide_dtype(logits)
+    p, slope = logits.to(dtype).softmax(-1), (load.to(dtype) / length * grad.to(dtype))[:, None]  # [B, 1, E]
+    return (p * (slope - (p * slope).sum(-1, keepdim=True))).to(logits.dtype)
+
+
 def statistics(logits: Tensor, experts: Tensor) -> Tensor:
     """logits [N, E], experts [N, k] -> a row [2 * E + 1] of `router_statistics`, in `wide_dtype`."""
     wide = logits.to(wide_dtype(logits))

@@ -9,8 +9,8 @@ from ..arguments import as_shape
 from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement
 from .terms import (
+    OperandPlacements,
     Operation,
-    Placements,
     check_dims,
     infer,
     judge,
@@ -95,7 +95,7 @@ def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[st
     ), output
 
 
-def _linear(placements: Placements) -> Placement | None:
+def _linear(placements: OperandPlacements) -> Placement | None:
     """The Partial placement which passes through a linear operation; None where none passes."""
     partial = pass_same_reduction(placements)
     return partial if partial is not None and partial.op in ("sum", "avg") else None
@@ -146,7 +146,7 @@ def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str,
         raise LayoutError(f"einsum {equation!r} has {len(terms)} operands, got {len(layouts)} layouts")
     contracts = not set(inputs) - {","} <= set(output)
 
-    def partial(placements: Placements) -> Placement | None:
+    def partial(placements: OperandPlacements) -> Placement | None:
         partials = [placement for placement in placements if isinstance(placement, Partial)]
         if len(partials) == 1 and (partials[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
             return partials[0]
@@ -186,7 +186,7 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
     output = "".join("." if dim in dims else term[dim] for dim in range(len(shape)) if keepdim or dim not in dims)
     name = f"{op} over dims {dims} of {shape}"
 
-    def partial(placements: Placements) -> Placement | None:
+    def partial(placements: OperandPlacements) -> Placement | None:
         (placement,) = placements
         return placement if isinstance(placement, Partial) and (placement.op in PASSING_OPS[op] or not dims) else None
 

@@ -10,7 +10,7 @@ from itertools import product
 from ..arguments import as_shape
 from ..layout import Layout, LayoutError, largest_part
 from ..placement import Partial, Placement, Replicate, Shard
-from .terms import Operation, Placements, check_dims, infer, least_ndim, letters, nearest, pass_same_reduction
+from .terms import OperandPlacements, Operation, check_dims, infer, least_ndim, letters, nearest, pass_same_reduction
 
 # A rank's elements: for each dim, the size of the dim and the start and stop of the indices held.
 Slab = tuple[tuple[int, int, int], ...]
@@ -235,13 +235,13 @@ def _split(layout: Layout, dim: int) -> Layout:
     )
 
 
-def _partial_of(source: int) -> Callable[[Placements], Placement | None]:
+def _partial_of(source: int) -> Callable[[OperandPlacements], Placement | None]:
     """The rule for Partial operands of a pick: where the indices replicate, the placement of the elements passes.
 
     source: the position of the operand with the elements; the remaining operand has the indices.
     """
 
-    def partial(placements: Placements) -> Placement | None:
+    def partial(placements: OperandPlacements) -> Placement | None:
         return placements[source] if isinstance(placements[1 - source], Replicate) else None
 
     return partial

@@ -26,7 +26,7 @@ TRIED = 256  # candidates asked about, nearest first; then all is replicated, wh
 COUNTED_RANKS = 16  # ranks whose received elements are counted
 
 
-Placements = tuple[Placement, ...]  # an axis's placement for each operand
+OperandPlacements = tuple[Placement, ...]  # an axis's placement for each operand
 Reason = Callable[[], str]  # the text of a reason, made on demand: the search for a remedy fails many times
 SHOWN = 4  # operands to reshard listed in a message
 IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
@@ -49,7 +49,7 @@ class Operation:
     name: str
     terms: tuple[str, ...]
     output: str
-    partial: Callable[[Placements], Placement | None]
+    partial: Callable[[OperandPlacements], Placement | None]
     contracted: Partial | None = None
     whole: str = ""
     why_whole: str = ""
@@ -169,7 +169,7 @@ def check_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) ->
     return chosen
 
 
-def pass_same_reduction(placements: Placements) -> Partial | None:
+def pass_same_reduction(placements: OperandPlacements) -> Partial | None:
     """The rule for Partial operands of an operation which only moves or picks elements.
 
     Where all operands are Partial by the same op, the output is Partial by this op; None otherwise. A
@@ -182,11 +182,11 @@ def pass_same_reduction(placements: Placements) -> Partial | None:
     return partial if partial.op in IDEMPOTENT or set(placements) == found else None
 
 
-def never(placements: Placements) -> None:
+def never(placements: OperandPlacements) -> None:
     """The rule for Partial operands of an operation through which no reduction passes."""
 
 
-def _output_on_axis(operation: Operation, placements: Placements) -> Placement | Reason:
+def _output_on_axis(operation: Operation, placements: OperandPlacements) -> Placement | Reason:
     """The output's placement on an axis, or the reason why there is none."""
     indices = {term[p.dim] for term, p in zip(operation.terms, placements, strict=True) if isinstance(p, Shard)}
     if any(isinstance(placement, Partial) for placement in placements):
@@ -211,7 +211,7 @@ def _output_on_axis(operation: Operation, placements: Placements) -> Placement |
     return lambda: f"{_placements_text(placements)}: {operation.why_whole}"
 
 
-def _placements_text(placements: Placements) -> str:
+def _placements_text(placements: OperandPlacements) -> str:
     return (
         "the placement is " + str(placements[0])
         if len(placements) == 1
@@ -219,7 +219,7 @@ def _placements_text(placements: Placements) -> str:
     )
 
 
-def _shards_text(operation: Operation, placements: Placements) -> str:
+def _shards_text(operation: Operation, placements: OperandPlacements) -> str:
     dims = (f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard))
     return f"{_placements_text(placements)}: the axis shards {' and '.join(dims)}"
 
@@ -240,7 +240,7 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     Chosen axis by axis for the fewest bytes moved, as if all operands had the same size.
     """
     mesh = layouts[0].mesh
-    chosen: dict[str, Placements] = {}
+    chosen: dict[str, OperandPlacements] = {}
     output: list[Placement] = []
     for axis in mesh.axis_names:
         current = tuple(layout[axis] for layout in layouts)
@@ -262,14 +262,14 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     ]
 
 
-def _choices(operation: Operation, current: Placements) -> list[Placements]:
+def _choices(operation: Operation, current: OperandPlacements) -> list[OperandPlacements]:
     """The operands' placements to try on an axis.
 
     In order: the placements as given. For each index, the operands which have the index sharded by it. All Partial
     operands kept, then each of these alone. For each op of a Partial operand, every operand Partial by this op, except
     operands Partial by another. Last, all replicated. Operands not mentioned replicate.
     """
-    whole: Placements = tuple(Replicate() for _ in current)
+    whole: OperandPlacements = tuple(Replicate() for _ in current)
     choices = [current]
     for index in dict.fromkeys("".join(operation.terms)):
         choices.append(tuple(Shard(term.index(index)) if index in term else Replicate() for term in operation.terms))
@@ -282,7 +282,7 @@ def _choices(operation: Operation, current: Placements) -> list[Placements]:
     return [*choices, whole]
 
 
-def _cost(parts: int, current: Placements, target: Placements) -> tuple[int, int]:
+def _cost(parts: int, current: OperandPlacements, target: OperandPlacements) -> tuple[int, int]:
     """(bytes that a rank receives, in units of L (p - 1) / p**2; number of operands that change)
 
     parts: the axis's size p. L: the size of every operand, taken to be equal.

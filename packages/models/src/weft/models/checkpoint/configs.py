@@ -33,6 +33,7 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "mistral": _always,
     # Of the routers' losses, in training only.
     "router_aux_loss_coef": _always,
+    "seq_aux": _always,
     "router_z_loss_coef": _always,
     "max_seq_len": _may_lengthen,  # may grow, where each position is computed the same for every max_seq_len
 }

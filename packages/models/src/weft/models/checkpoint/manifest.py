@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 2**62
 _MOST_DIMS = 64  # torch's own bound
 # The most dims cut by the parts of a tensor. Each axis of a mesh cuts a single dim, and meshes have fewer axes.
 _MOST_CUT = 8
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # the name of the manifest in a Hugging Face folder
@@ -238,7 +238,7 @@ def _check(holds: _Content) -> None:
                 raise ValueError(f"{name} has the sum {part.sum}, which is not a number of 64 bits")
 
 
-def coverage_error(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
+def coverage_error(shape: tuple[int, ...], parts: Sequence[Region]) -> str | None:
     """The reason, in words, why the parts do not cover a tensor of this shape exactly once; None if the parts do.
 
     Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the whole

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -35,7 +35,7 @@ def parse(
 ) -> T:
     """Parse the arguments as a `kind`, a dataclass.
 
-    --help exits the program with status 0, a mistake found by tyro with status 2.
+    --help exits the program with status 0, a mistake found by tyro with a line and status 2.
     command: the command as shown in the usage, with leading arguments.
     about: the text of --help above the options: headings, and indented lines, which are wrapped.
     compact_below: terminals with fewer columns get options without descriptions; --help-verbose has the descriptions.
@@ -45,23 +45,29 @@ def parse(
     if file is not None:
         return _parse_file(kind, arguments, default, file)
     width = shutil.get_terminal_size().columns
-    on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro looks at stdout only, and writes to both
+    asks_for_help = bool({"-h", "--help", "--help-verbose"} & {*arguments})
+    # tyro looks at stdout only, and writes to both.
+    on_terminal = asks_for_help and sys.stdout.isatty() and sys.stderr.isatty()
     tyro._experimental_options["utf8_boxes"] = on_terminal
     tyro._experimental_options["ansi_codes"] = on_terminal and not os.environ.get("NO_COLOR")
+    mistakes = io.StringIO()
     try:
-        return tyro.cli(
-            kind,
-            default=tyro.MISSING_NONPROP if default is None else default,
-            args=arguments,
-            prog=f"{PROGRAM} {command}",
-            description=wrap_lines(about, width),
-            compact_help=width < compact_below,
-            console_outputs=is_printing_rank(),
-            config=(tyro.conf.AvoidSubcommands,),  # a recipe without a rope scaling gets no subcommand to choose one
-        )
+        with redirect_stderr(mistakes), nullcontext() if asks_for_help else _unwrapped():
+            return tyro.cli(
+                kind,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                args=arguments,
+                prog=f"{PROGRAM} {command}",
+                description=wrap_lines(about, width),
+                compact_help=width < compact_below,
+                console_outputs=is_printing_rank() or not asks_for_help,
+                # A recipe without a rope scaling gets no subcommand to choose one.
+                config=(tyro.conf.AvoidSubcommands,),
+            )
     except SystemExit as end:
         if end.code:
-            _wait_for_rank_0()
+            with report_bad_input(command.partition(" [")[0]):
+                raise ValueError(_one_line(mistakes.getvalue())) from None
         raise
 
 
@@ -107,9 +113,14 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """tyro's message in a single line, without heading and help, which lines of dashes separate from the message."""
+    """tyro's message in a single line, without heading and help, which lines of dashes separate from the message.
+
+    A line printed by `parse`: without the command's name.
+    """
     parts = re.split(r"^\W*-{10,}\W*$", text, flags=re.MULTILINE)
-    return " ".join(parts[min(1, len(parts) - 1)].split())
+    if len(parts) == 1:
+        return re.sub(rf"^{PROGRAM} [a-z -]+: ", "", " ".join(text.split()))
+    return "; ".join(" ".join(each.split()) for each in parts[1:-1] or parts[1:])
 
 
 def batch_sizes(text: str) -> tuple[int, int]:

@@ -53,15 +53,17 @@ def run(arguments: list[str]) -> int:
         for folder in folders:
             check_run_folder(folder)
         # imported here because numpy takes a tenth of a second
-        from ..compare.report import as_json, compare_digests, describe, read_runs
+        from ..compare.report import as_json, compare_digests, describe, describe_facts, differing_facts, read_runs
 
         metrics = compare_metrics(folders)
-        judge = compare_digests(read_runs(folders))
+        runs = read_runs(folders)
+        judge, facts = compare_digests(runs), differing_facts(runs)
+    names = str(options.first), str(options.second)
     if options.json:
-        print(json.dumps(as_json(judge) | {"metrics": asdict(metrics)}, indent=2))
+        print(json.dumps(as_json(judge) | {"metrics": asdict(metrics), "differing_facts": facts}, indent=2))
     else:
-        print(one_line(metrics.as_text()))
-        print(describe(judge, (str(folders[0]), str(folders[1]))))
+        lines = one_line(metrics.as_text()), describe_facts(facts, names), describe(judge, names)
+        print("\n".join(line for line in lines if line))
     return int(judge.finding is not None)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from ..documents import write_anew
+from ..documents import check_writable, write_anew
 from ..predict.chip import Chip, Rate
 from ..predict.measure import Measuring, measure
 from ..processes import ProcessFailed
@@ -68,6 +68,7 @@ def run(arguments: list[str]) -> int:
         print(f"other programs keep {busy:.1f} cores busy; the measured times will be too long, and so the predictions")
     try:
         chip = measure(measuring)
+        print(_table(chip), flush=True)
         write_anew(options.output, chip.as_toml(COMMENT).encode())
     except ProcessFailed as failure:
         print(f"\n{PROGRAM} measure: {printable(str(failure))}", file=sys.stderr)
@@ -75,7 +76,6 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         print(f"{PROGRAM} measure: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    print(_table(chip))
     print(printable(f"wrote {options.output}; {PROGRAM} explain --chip {options.output} predicts a step here"))
     return 0
 
@@ -89,14 +89,23 @@ def _check(options: MeasureOptions, gpus: int) -> Measuring:
         raise ValueError(f"--processes is {processes}, and this machine has {gpus} GPUs; give {gpus} or less")
     if not 0 < options.seconds <= LONGEST:  # refuses nan, too
         raise ValueError(f"--seconds is {options.seconds:g}; give more than 0, and at most {LONGEST:g}")
-    output = options.output
+    _check_output(options.output)
+    return Measuring(processes=processes, seconds=options.seconds, gpus=gpus)
+
+
+def _check_output(output: Path) -> None:
+    """Raise ValueError for a file that could not be written after the measurement."""
     if output.suffix != ".toml":
         raise ValueError(f"--output {output} does not end in .toml; name it {output}.toml")
-    if output.is_dir() or (output.exists() and not output.is_file()):
-        raise ValueError(f"--output {output} is no plain file; give another name")
-    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-        raise ValueError(f"--output {output} cannot be written: {output.parent} is no folder with the right to write")
-    return Measuring(processes=processes, seconds=options.seconds, gpus=gpus)
+    try:
+        if os.path.lexists(output) and not output.is_file() and not output.is_symlink():
+            raise ValueError(f"--output {output} is no plain file; give another name")
+        check_writable(output)
+    except OSError as error:
+        raise ValueError(
+            f"--output {output} cannot be written: {error.strerror}; give a file in a folder that exists and that you "
+            f"may write to"
+        ) from None
 
 
 def _table(chip: Chip) -> str:
@@ -108,7 +117,8 @@ def _table(chip: Chip) -> str:
         count = sum(each.dtype == dtype for each in chip.products)
         lines.append(f"  products in {dtype:<14} up to {peak / 1e9:,.1f} GFLOP/s, {count} shapes")
     lines.append(f"  memory                     {chip.memory_bandwidth / 1e9:,.1f} GB/s in long copies")
-    lines.append(f"  host                       {chip.host_seconds * 1e6:.1f} us an op")
+    of_collectives = f", {chip.collective_host_seconds * 1e6:.0f} us a collective" if chip.threads is not None else ""
+    lines.append(f"  host                       {chip.host_seconds * 1e6:.1f} us an op{of_collectives}")
     for level in chip.levels if chip.collectives else ():
         lines.append(f"  {level.name:<26} {level.bandwidth / 1e9:.2f} GB/s, {level.latency * 1e6:.0f} us a message")
     for kind, rate in chip.collectives.items():

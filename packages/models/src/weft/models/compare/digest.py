@@ -68,7 +68,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class TensorPlace:
     """A local tensor's place in the global tensor, for `digest_part`: weights and signs from global indices.
 
     The local tensor [*leading, C] is seen as a matrix [R, C], R being the product of the leading dims. Made by
@@ -92,7 +92,7 @@ def place_of(
     *,
     first_row: int = 0,
     tokens: Tensor | None = None,
-) -> Place:
+) -> TensorPlace:
     """The place of the local tensor at `slices` of a global tensor of `shape`.
 
     first_row: added to the indices of dim 0: the first row of a microbatch in a batch of `shape[0]` rows.
@@ -129,7 +129,7 @@ def place_of(
         if len(places):
             cuts.append((int(places[0]), int(places[-1]) + 1, part))
     touched = {int(first) + part for first in sorted(set(block.tolist())) for _, _, part in cuts} if len(row) else set()
-    return Place(
+    return TensorPlace(
         blocks=count_blocks(shape),
         row_weights=(_mix(row, 1) | 1).to(device),
         row_signs=_signs(_mix(row, 2)).to(device),
@@ -141,7 +141,7 @@ def place_of(
     )
 
 
-def digest_part(local: Tensor, place: Place, *, replicas: int = 1, is_first: bool = True) -> Digest:
+def digest_part(local: Tensor, place: TensorPlace, *, replicas: int = 1, is_first: bool = True) -> Digest:
     """The digest of a rank's part of a tensor: `local`, at `place`. Communication: none.
 
     replicas: the number of ranks with this part. is_first: whether this rank is the first of these ranks.
@@ -162,7 +162,7 @@ def digest_part(local: Tensor, place: Place, *, replicas: int = 1, is_first: boo
     return found
 
 
-def _add_rows(found: Digest, matrix: Tensor, place: Place, rows: slice) -> None:
+def _add_rows(found: Digest, matrix: Tensor, place: TensorPlace, rows: slice) -> None:
     """Adds rows of a part to the part's digest `found`. matrix: [rows, C], at `rows` of the place."""
     values = matrix.contiguous()
     blocks, weights, signs = place.row_blocks[rows], place.row_weights[rows], place.row_signs[rows]

@@ -13,14 +13,14 @@ from .grid import count_blocks
 # In the order in which a step computes the tensors. "before": a parameter before the step, recorded only if the step
 # before has no digests. "output": a module's output. "backward": the gradient of a module's output. "gradient": a
 # parameter's gradient, after synchronization and before clipping. "weight": a parameter after the update.
-Kind = Literal["before", "output", "backward", "gradient", "weight"]
-KINDS: tuple[Kind, ...] = ("before", "output", "backward", "gradient", "weight")
+TensorKind = Literal["before", "output", "backward", "gradient", "weight"]
+KINDS: tuple[TensorKind, ...] = ("before", "output", "backward", "gradient", "weight")
 
 
 class Key(NamedTuple):
     """Which tensor of a step: the same on every mesh."""
 
-    kind: Kind
+    kind: TensorKind
     name: str  # of the module or the parameter; "" for the model
     number: int = 0  # of the tensor among the module's outputs
 
@@ -58,7 +58,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDigests:
-    """The digests of a step, added over all ranks, as arrays over all entries: an entry's blocks follow another's."""
+    """The digests of a step, added over all ranks. Each array has all entries in order, an entry's blocks in a row."""
 
     step: int  # from 1
     loss: float
@@ -121,3 +121,4 @@ class Header:
     by_microbatch: tuple[str, ...]  # parts of a step whose values depend on the number of microbatches, in words
     data: str  # checksum of the data
     seed: int
+    arithmetic: dict[str, str] | None = None  # on which the bits of a run with `plan.exact` depend; None without

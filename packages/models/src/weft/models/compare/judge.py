@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Finding:
     layouts: tuple[str, str] = ("", "")  # of the tensor in each run
     ops: tuple[str, ...] = ()  # Weft's ops called by the module's forward
     notes: tuple[str, ...] = ()  # lines to print: dtypes or replicas that differ
+    exact: str = ""  # the named mesh whose sums both runs take, if the bits must therefore be the same
 
     @property
     def ulps(self) -> float:
@@ -52,6 +53,7 @@ class Judge:
     headers: tuple[Header, Header]
     same_start: bool = False  # whether both runs load the same weights before the first step added
     ranks: int = 1  # of the largest mesh, if larger than the headers' meshes: a run may resume on a new mesh
+    exact: str = ""  # `shared_exact` of the runs: if not "", rounding explains no difference
     # Found:
     finding: Finding | None = None  # the first difference unexplained by rounding
     largest: Finding | None = None  # of the explained differences, the largest in proportion to the allowed
@@ -93,14 +95,13 @@ class Judge:
         self.steps, self.tensors, self._ops = self.steps + 1, len(pairs), {**b.ops, **a.ops}
         self.same += all(_is_same(x, y) for x, y in pairs.values()) and (a.loss, a.norm) == (b.loss, b.norm)
         weights = _pair(_weights_before(a, previous[0]), _weights_before(b, previous[1]))
+        if self._is_first and a.step > 1 and not (weights and all(_is_same(*pair) for pair in weights.values())):
+            self.exact = ""  # the steps before are unknown, and may have been taken without `plan.exact`
         for found in self._judge(a, b, pairs, weights):
             if not found.difference <= found.allowed:
                 self.finding = found
                 break
-            if (
-                self.largest is None
-                or found.difference / found.allowed > self.largest.difference / self.largest.allowed
-            ):
+            if self.largest is None or _share_explained(found) > _share_explained(self.largest):
                 self.largest = found
         self._is_first = False
         return self.finding
@@ -115,9 +116,9 @@ class Judge:
         """The Finding of every tensor of a step, explained or not, in the order of computation.
 
         pairs, weights: the tensors of both runs, and the weights before the step. Weights are judged only where both
-        runs begin with the same weights; in later steps their difference is taken as given.
+        runs begin with the same weights, or must keep the same bits; else their difference is taken as given.
         """
-        if self._is_first and (a.step == 1 or self.same_start):
+        if self.exact or (self._is_first and (a.step == 1 or self.same_start)):
             for name, pair in weights.items():
                 yield self._found(a.step, Key("before", name), pair, before=0.0)
         before = _relative_of_all(weights)
@@ -205,6 +206,7 @@ class Judge:
             if not digest.agrees:
                 notes.append(f"its replicas differ between ranks of the {run} run")
         total = float(squares.sum())
+        exact = self.exact if entry.is_hashed and other.is_hashed else ""  # ranks' addends differ between meshes
         phases = {"before": "start", "output": "forward", "backward": "backward", "gradient": "gradients"}
         return Finding(
             step=step,
@@ -212,10 +214,11 @@ class Judge:
             name=key.name,
             phase=phases.get(key.kind, "update"),
             difference=difference,
-            allowed=allowed,
+            allowed=0.0 if exact else allowed,
             before=before,
             unit=unit_of(entry.dtype),
             dtype=entry.dtype,
+            exact=exact,
             slices=tuple((each.start, each.stop) for each in block_slices(entry.shape)[block]),
             share=float(squares[block]) / total if total > 0 else 1.0,
             ranks=(entry.holders[block], other.holders[block]),
@@ -240,11 +243,18 @@ class Judge:
             name=what.removeprefix("the "),
             phase=phase,
             difference=difference,
-            allowed=allowed_difference(self._structure.own_of_sum(), before),
+            allowed=0.0 if self.exact else allowed_difference(self._structure.own_of_sum(), before),
             before=before,
             unit=UNIT["float32"],
             dtype="float32",
+            exact=self.exact,
         )
+
+
+def shared_exact(headers: Iterable[Header]) -> str:
+    """The named mesh, as in dp=4,tp=2, if all steps under these headers have the same bits on every mesh; else ""."""
+    first, *further = (each.arithmetic for each in headers)
+    return first["exact"] if first is not None and all(each == first for each in further) else ""
 
 
 def check_comparable(a: Header, b: Header) -> None:
@@ -261,6 +271,11 @@ def check_comparable(a: Header, b: Header) -> None:
             f"the runs divide a batch into {a.microbatches} and {b.microbatches} microbatches, of which each has "
             f"{' and '.join(a.by_microbatch)} of its own; compare runs with the same --plan.microbatches"
         )
+
+
+def _share_explained(found: Finding) -> float:
+    """An explained difference over the largest that rounding explains."""
+    return found.difference / found.allowed if found.allowed else 0.0
 
 
 def _weights_before(step: StepDigests, previous: StepDigests | None) -> dict[str, TensorDigest]:
@@ -308,7 +323,7 @@ def _scales(digests: Mapping[str, TensorDigest]) -> dict[str, float]:
 
 
 def _module_scales(norms: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
-    """By parameter: the tensor's norm, but no less than equally many elements of the module's root mean square have.
+    """By parameter, the larger of two norms: the tensor's, and of as many elements of the module's root mean square.
 
     norms, sizes: by parameter, the tensor's norm and number of elements. A module's parameters are taken together.
     Terms of a gradient may cancel, as for the bias of keys: softmax ignores a number added to all scores. The gradient

@@ -1,4 +1,4 @@
-"""`MicrobatchTokens`: which places of the batch a microbatch's tokens have, on this rank and in which order."""
+"""`MicrobatchTokens`: where a microbatch's tokens are in the batch, and in which order this rank has the tokens."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _lines_until(path: Path, step: int) -> Iterable[bytes]:
-    """The lines of a file before the first later step than `step`, with their newlines."""
+    """The lines of a file up to the first step after `step`, with newlines."""
     for line in _whole_lines(path):
         if line.startswith(b'{"step": ') and int(line[9 : line.index(b",")]) > step:
             return

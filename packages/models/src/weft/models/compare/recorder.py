@@ -28,8 +28,8 @@ from ..parallel.batch import ModelArguments
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.step import Microbatch
-from .digest import Digest, Place, digest_part, place_of
-from .entries import KINDS, Key, Kind, StepDigests, TensorEntry
+from .digest import Digest, TensorPlace, digest_part, place_of
+from .entries import KINDS, Key, StepDigests, TensorEntry, TensorKind
 from .grid import SKETCHES, count_blocks
 from .microbatch_tokens import MicrobatchTokens, tokens_of_microbatches
 
@@ -55,7 +55,7 @@ class Recorder:
         self._names: dict[int, str] = {}  # by id of the module
         for name, module in model.named_modules():
             self._names.setdefault(id(module), name)
-        self._places: dict[Any, Place] = {}  # by the arguments of `place_of`
+        self._places: dict[Any, TensorPlace] = {}  # by the arguments of `place_of`
         self._found: dict[Key, _DigestedTensor] = {}  # of the running step
         self._tokens: list[MicrobatchTokens] = []  # of each microbatch
         self._calls: Counter[tuple[str, bool]] = Counter()  # of each module in the step: in forward, recomputed
@@ -96,7 +96,7 @@ class Recorder:
             if parameter.grad is not None:
                 self._add(Key("gradient", name), parameter.grad)
 
-    def _add_weights(self, kind: Kind) -> None:
+    def _add_weights(self, kind: TensorKind) -> None:
         """Digest each parameter. kind: "before" or "weight". Communication: none."""
         for name, parameter in self._own_parameters():
             self._add(Key(kind, name), parameter)
@@ -196,7 +196,7 @@ class Recorder:
 
     def _place(
         self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: MicrobatchTokens | None
-    ) -> Place:
+    ) -> TensorPlace:
         """The place of this rank's part of a tensor of global `shape`; activations are parts of the whole batch's."""
         device = tensor.device
         if isinstance(tensor, DTensor) and layout is not None:
@@ -216,7 +216,7 @@ class Recorder:
 
     def _make_place(
         self, shape: tuple[int, ...], slices: tuple[slice, ...], device: torch.device, tokens: MicrobatchTokens | None
-    ) -> Place:
+    ) -> TensorPlace:
         if tokens is None:
             return place_of(shape, slices, device)
         return place_of(shape, slices, device, first_row=tokens.first, tokens=tokens.places(slices[1]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .judge import Finding, Judge
+from .judge import Finding, Judge, shared_exact
 from .record_file import RunDigests, read_digests
 
 
@@ -24,8 +24,9 @@ def compare_digests(runs: Sequence[RunDigests]) -> Judge:
         raise ValueError(
             f"the runs have digests of no common step: {shown[0]}, {shown[1]}; train with the same --digests"
         )
-    ranks = max(math.prod(header.mesh.values()) for each in runs for header in each.headers.values())
-    judge = Judge((a.header_of(steps[0]), b.header_of(steps[0])), ranks=ranks)
+    headers = [header for each in runs for header in each.headers.values()]
+    ranks = max(math.prod(each.mesh.values()) for each in headers)
+    judge = Judge((a.header_of(steps[0]), b.header_of(steps[0])), ranks=ranks, exact=shared_exact(headers))
     for step in steps:
         if judge.add(a.steps[step], b.steps[step], (a.steps.get(step - 1), b.steps.get(step - 1))):
             break
@@ -42,6 +43,20 @@ def describe_steps(steps: Sequence[int]) -> str:
     if not steps:
         return "no step"
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
+def differing_facts(runs: Sequence[RunDigests]) -> dict[str, tuple[str | None, str | None]]:
+    """By name: a fact's values in two runs with `plan.exact`, where the values differ; empty if a run is without."""
+    a, b = (each.header.arithmetic for each in runs)
+    if a is None or b is None:
+        return {}
+    return {name: (a.get(name), b.get(name)) for name in a | b if a.get(name) != b.get(name)}
+
+
+def describe_facts(facts: Mapping[str, tuple[str | None, str | None]], names: tuple[str, str]) -> str:
+    """`differing_facts` as a line of text; "" for none. names: of the two runs."""
+    shown = [f"{fact} is {a} in {names[0]} and {b} in {names[1]}" for fact, (a, b) in facts.items()]
+    return f"plan.exact does not promise these runs the same bits: {'; '.join(shown)}" if shown else ""
 
 
 def verdict_of(judge: Judge) -> str:
@@ -70,10 +85,12 @@ def describe(judge: Judge, names: tuple[str, str]) -> str:
 def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
     """The lines about a difference unexplained by rounding."""
     lines = [f"not rounding: step {found.step}, {found.phase}: {found.what}"]
-    lines.append(
-        f"  differs by {_size(found)}; rounding explains {found.allowed:.1e}, since all before differs by at most "
-        f"{found.before:.1e}"
+    explained = (
+        f"rounding explains nothing, since both runs take the sums of {found.exact}"
+        if found.exact
+        else f"rounding explains {found.allowed:.1e}, since all before differs by at most {found.before:.1e}"
     )
+    lines.append(f"  differs by {_size(found)}; {explained}")
     if found.ranks is not None:
         where = ", ".join(f"{start}:{stop}" for start, stop in found.slices)
         held = [

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .inputs import Columns, LeftOut, Part, find_parts, read_part
+from .inputs import Columns, InputPart, LeftOut, find_parts, read_part
 from .manifest import BoundaryTokens
 from .text import first_words
 from .tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Contents(Protocol):
 
     @property
     def task(self) -> Task: ...
-    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
+    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[InputPart]:
         """The parts of the inputs; leave_out is a folder to pass over. Raises ValueError for unusable input."""
         ...
 
@@ -55,7 +55,7 @@ class Contents(Protocol):
         """A copy with `time` as the current time, which is equal for all runs and processes of a preparation."""
         ...
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
+    def entries(self, part: InputPart, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The entries of a part, in order. left_out: filled here with the input that made no entry.
 
         Raises Unusable for unusable input.
@@ -76,7 +76,7 @@ class Texts:
         """pretrain."""
         return "pretrain"
 
-    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
+    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[InputPart]:
         """See `find_parts` of inputs.py."""
         return find_parts(inputs, self.columns, part_bytes, leave_out=leave_out)
 
@@ -92,7 +92,7 @@ class Texts:
         """The object itself: texts do not depend on the time."""
         return self
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
+    def entries(self, part: InputPart, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The documents of a part; see `Contents`."""
         import numpy as np
 

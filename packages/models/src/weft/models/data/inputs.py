@@ -36,10 +36,10 @@ class FileRange:
     passed: str = ""  # description of an entry of a folder that is no file; empty for files
 
 
-Part = tuple[FileRange, ...]  # `prepare` makes a shard of each part
+InputPart = tuple[FileRange, ...]  # `prepare` makes a shard of each part
 
 
-def newest_time(parts: Sequence[Part]) -> datetime:
+def newest_time(parts: Sequence[InputPart]) -> datetime:
     """When the newest input was changed, in whole seconds of UTC: the current time for chat templates.
 
     Rendered texts are then equal in every run and process.
@@ -79,7 +79,7 @@ class LeftOut:
 
 def find_parts(
     inputs: Sequence[Path], columns: Columns, part_bytes: int, *, leave_out: Path | None = None
-) -> list[Part]:
+) -> list[InputPart]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; depends on the files alone.
 
     Small files share a part. JSON lines are cut between lines, Parquet between row groups, further kinds nowhere.
@@ -104,7 +104,7 @@ def cut_inputs(
     *,
     leave_out: Path | None,
     accepted: str,
-) -> list[Part]:
+) -> list[InputPart]:
     """The pieces of all files under `inputs`, in order, in parts of about `part_bytes` each.
 
     pieces_of: called with each file, and whether the caller named it, for the file's pieces.
@@ -170,7 +170,7 @@ def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Se
         yield FileRange(path=file, start=start, stop=stop, is_named=is_named, nbytes=nbytes, kind=kind)
 
 
-def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
+def read_part(part: InputPart, columns: Columns, left_out: LeftOut) -> Iterator[str]:
     """The texts of a part's documents, without empty texts; `left_out` counts the rest.
 
     Reads a part from `find_parts`: to prepare data, to train on records, or to learn a tokenizer.

@@ -206,7 +206,7 @@ def check_tokenizer(folder: Path, manifest: DataManifest) -> None:
         check_sum(tokenizer_folder / name, digest)
     for path in sorted(tokenizer_folder.iterdir()):
         if path.name not in expected and not path.name.startswith("."):
-            raise ValueError(f"{path} is none of what was prepared; remove it")
+            raise ValueError(f"{path} was not written by weft data prepare; remove it")
 
 
 def check_sum(path: Path, expected: str) -> None:

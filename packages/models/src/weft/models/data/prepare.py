@@ -21,7 +21,7 @@ from ..documents import as_type
 from ..processes import ProcessFailed, run_together
 from ..versions import versions
 from .contents import Contents, Texts, Unusable
-from .inputs import Columns, LeftOut, Part, newest_time
+from .inputs import Columns, InputPart, LeftOut, newest_time
 from .manifest import (
     MANIFEST,
     TOKENIZER_FOLDER,
@@ -54,7 +54,7 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes of all inputs)
 class _Job:
     """The arguments of a preparation, sent to every worker process."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
     contents: Contents
     tokenizer: Tokenizer
     dtype: str  # of tokens
@@ -132,7 +132,7 @@ def _contents(
 
 
 def _request(
-    inputs: Sequence[Path], parts: Sequence[Part], contents: Contents, tokenizer: Tokenizer, part_bytes: int
+    inputs: Sequence[Path], parts: Sequence[InputPart], contents: Contents, tokenizer: Tokenizer, part_bytes: int
 ) -> dict[str, Any]:
     """The manifest's `request`: everything that determines the bytes of the result."""
     pieces = [

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .byte_tokens import BYTE_END
-from .inputs import Columns, LeftOut, Part, find_parts, read_part
+from .inputs import Columns, InputPart, LeftOut, find_parts, read_part
 from .kinds import Kind, kind_of
 from .text import BytesOfText, entries_under, first_words
 
@@ -41,7 +41,7 @@ class Records(BytesOfText):
     """The texts of a file or a folder with records, read by a run itself; a token is a byte. Made by `find_records`."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
     num_tokens: int  # the end of each document included
     sha256: str  # of the texts, when they were found
     prompt: str  # the first words of the texts: the beginning of a run's sample
@@ -107,7 +107,7 @@ def find_records(path: Path) -> Records:
     return Records(str(path), parts, num_tokens, digest.hexdigest(), prompt or " ", skipped, tuple(left_out.passed))
 
 
-def texts_of(parts: tuple[Part, ...], left_out: LeftOut) -> Iterator[str]:
+def texts_of(parts: tuple[InputPart, ...], left_out: LeftOut) -> Iterator[str]:
     """The texts of all parts. left_out: an empty `LeftOut`, which is filled while the texts are read."""
     for part in parts:
         yield from read_part(part, COLUMNS, left_out)

@@ -16,7 +16,7 @@ HELD_OUT_PART = 20  # one sequence in 20 is held out
 HELD_OUT_MOST = 128  # at most; reading 128 sequences takes as long as a few steps
 DOCUMENTS_PART = 10  # held-out documents have at most a tenth of the tokens
 
-Ranges = list[tuple[int, int]]  # places (start, stop) of each range of tokens, in ascending order
+TokenRanges = list[tuple[int, int]]  # places (start, stop) of each range of tokens, in ascending order
 
 
 class Samples:
@@ -41,14 +41,14 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TrainAndHeldOut:
     """The samples for training, and the places of held-out samples."""
 
     trained: Samples
     held_out: list[int]  # the place of each sample's first token
 
 
-def split(stream: Stream, length: int) -> Split:
+def split(stream: Stream, length: int) -> TrainAndHeldOut:
     """Divide a source into samples for training and held-out samples. Called for each source of the data.
 
     Whole documents are held out, around evenly spaced places: one place for 20 sequences, at most 128 places. While
@@ -65,20 +65,22 @@ def split(stream: Stream, length: int) -> Split:
         held_out = [number * length for number in even_middles(num_places, count)]
         ranges = [(start, start + length) for start in held_out]
         last = count * length
-        return Split(Samples([(start, stop + 1) for start, stop in _complement(ranges, last)], length), held_out)
+        return TrainAndHeldOut(
+            Samples([(start, stop + 1) for start, stop in _complement(ranges, last)], length), held_out
+        )
     samples = Samples(ranges, length)
     held_out = [samples.start(number) for number in even_middles(min(HELD_OUT_MOST, len(samples)), len(samples))]
-    return Split(Samples(_complement(ranges, stream.num_tokens), length), held_out)
+    return TrainAndHeldOut(Samples(_complement(ranges, stream.num_tokens), length), held_out)
 
 
-def _held_out_ranges(stream: Stream, length: int, num_places: int) -> Ranges | None:
+def _held_out_ranges(stream: Stream, length: int, num_places: int) -> TokenRanges | None:
     """Ranges of whole documents around at most `num_places` evenly spaced places.
 
     A range is long enough for a sequence, except at the end of the stream. Returns None if even the documents around
     a single place have too many tokens, or leave no sequence to train on.
     """
     while num_places:
-        ranges: Ranges = []
+        ranges: TokenRanges = []
         for place in even_middles(num_places, stream.num_tokens):
             start = stream.document_start(place)
             stop = int(stream.document_ends(start, min(start + length + 1, stream.num_tokens))[-1])
@@ -96,7 +98,7 @@ def _held_out_ranges(stream: Stream, length: int, num_places: int) -> Ranges | N
     return None
 
 
-def _complement(ranges: Ranges, stop: int) -> Ranges:
+def _complement(ranges: TokenRanges, stop: int) -> TokenRanges:
     """The ranges of tokens before `stop` outside of `ranges`."""
     edges = [0, *(edge for each in ranges for edge in each), stop]
     return list(zip(edges[::2], edges[1::2], strict=True))

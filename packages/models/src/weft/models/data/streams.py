@@ -76,8 +76,7 @@ class TextStream:
 
     def document_start(self, position: int) -> int:
         """The place where the document of the token at `position` begins."""
-        number = int(np.searchsorted(self._ends, position, side="right"))
-        return int(self._ends[number - 1]) if number else 0
+        return _document_start(self._ends, position)
 
 
 def _bom_bytes(file: Path) -> int:
@@ -107,8 +106,7 @@ class RecordStream:
 
     def document_start(self, position: int) -> int:
         """The place where the document of the token at `position` begins."""
-        number = int(np.searchsorted(self._ends, position, side="right"))
-        return int(self._ends[number - 1]) if number else 0
+        return _document_start(self._ends, position)
 
 
 class ShardStream:
@@ -189,6 +187,12 @@ class ShardStream:
                 f"{file} is not what was prepared: it has the token {highest} in a vocabulary of {self._vocab_size}; "
                 f"{ANEW}"
             )
+
+
+def _document_start(ends: NDArray[np.int64], position: int) -> int:
+    """The place where the document of the token at `position` begins. ends: of all documents."""
+    number = int(np.searchsorted(ends, position, side="right"))
+    return int(ends[number - 1]) if number else 0
 
 
 def _overlapping_ends(ends: NDArray[np.generic], start: int, stop: int) -> NDArray[np.int64]:

@@ -57,7 +57,10 @@ def read_config(config: Mapping[str, Any]) -> MixtralConfig:
 
 
 def write_config(model: Mixtral) -> dict[str, Any]:
-    """config.json for a model, without the dtype. The z-loss's coefficient, which transformers lacks, is left out."""
+    """config.json for a model, without the dtype.
+
+    The z-loss's coefficient and seq_aux, which transformers lacks, are left out.
+    """
     config = model.config
     return {
         "architectures": ["MixtralForCausalLM"],

@@ -56,7 +56,8 @@ def order_of(tokens: Tensor) -> Runs | RowOrders | None:
 def check_one_batch(order: Any, another: Any, name: str) -> None:
     """Raises ValueError where a tensor is of another batch than the tokens: where the orders differ.
 
-    order, another: of the tokens and of the tensor, as of `order_of`; None tells nothing. name: of the tensor.
+    order, another: the results of `order_of` for the tokens and for the tensor; None is not compared. name: of the
+        tensor, for the error.
     """
     if order is None or another is None:
         return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import layout_in_call, this_rank, wrap
+from weft.reshard.extension import layout_in_call, local_of, this_rank, wrap
 
 from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
@@ -22,6 +22,7 @@ from .lora_dropout import check_dropout, hand_keys, take_keys_back
 from .lora_targets import AdapterPlace, find_places
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
+from .resolve import holder_of
 
 _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
@@ -110,7 +111,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Raises ValueError for a model without adapters.
     """
     adapters = lora_of(model).adapters.values()
-    owners = dict.fromkeys(_owner_of(model, adapted_parameter(adapter))[0] for adapter in adapters)
+    owners = dict.fromkeys(holder_of(model, adapted_parameter(adapter))[0] for adapter in adapters)
     was_active = {owner.lora: owner.lora.active for owner in owners}
     try:
         for adapter in was_active:
@@ -136,12 +137,12 @@ def merge_lora(model: nn.Module) -> nn.Module:
         )
     with torch.no_grad():
         for adapter in adapters.adapters.values():
-            owner, leaf = _owner_of(model, adapted_parameter(adapter))
-            _local(getattr(owner, leaf)).copy_(_merged_weight(owner, leaf, model.get_submodule(adapter)))
+            owner, leaf = holder_of(model, adapted_parameter(adapter))
+            local_of(getattr(owner, leaf)).copy_(_merged_weight(owner, leaf, model.get_submodule(adapter)))
         if adapters.dropout:
             take_keys_back(model)
         for adapter in adapters.adapters.values():
-            _detach(_owner_of(model, adapted_parameter(adapter))[0])
+            _detach(holder_of(model, adapted_parameter(adapter))[0])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in adapters.trained)
     vars(model).pop("initial_value", None)
@@ -155,7 +156,7 @@ def merged_parameter(model: nn.Module, name: str) -> Tensor:
     Communication: none, unless the adapter is stored sharded and must be gathered.
     """
     parameter = model.get_parameter(name)
-    owner, leaf = _owner_of(model, name)
+    owner, leaf = holder_of(model, name)
     adapter = getattr(owner, "lora", None)
     if isinstance(adapter, LowRankExperts):
         adapter = getattr(adapter, leaf)
@@ -257,12 +258,6 @@ def _detach(owner: Any) -> None:
         del owner.lora
 
 
-def _owner_of(model: nn.Module, parameter: str) -> tuple[Any, str]:
-    """The module that holds a parameter, and the parameter's name there."""
-    owner, _, leaf = parameter.rpartition(".")
-    return model.get_submodule(owner), leaf
-
-
 def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """Forward hook of a layer: adds the adapter's output. Runs before the hook that reduces the layer's output, if
     any. Leaves the output unchanged within `without_adapters`.
@@ -284,13 +279,9 @@ def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -
     return _adapter_initial(name.rpartition(".")[2], model.get_parameter(name))
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _merged_weight(owner: nn.Module, leaf: str, adapter: Any) -> Tensor:
     """This rank's part of a weight with the adapter added. leaf: the weight's name in `owner`."""
-    weight, a, b = _local(getattr(owner, leaf)), _gather(adapter, "A"), _gather(adapter, "B")
+    weight, a, b = local_of(getattr(owner, leaf)), _gather(adapter, "A"), _gather(adapter, "B")
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = adapter.scale * (b.to(wide) @ a.to(wide))
     return (weight.to(wide) + _stored_part(owner, leaf, product)).to(weight.dtype)

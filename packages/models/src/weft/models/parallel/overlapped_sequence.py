@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
-from weft.kernels.extension import MEASURED, Form, cast_for, faster_in_steps
+from weft.kernels.extension import MEASURED, OverlappedOp, cast_for, faster_in_steps
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import is_compiling
 
@@ -71,7 +71,7 @@ def _rows(layer: Any, input: Tensor) -> Tensor:
     return kernels.linear(input, layer.weight)
 
 
-def _is_faster(form: Form, layer: Any, input: Any, axes: tuple[str, ...]) -> bool:
+def _is_faster(form: OverlappedOp, layer: Any, input: Any, axes: tuple[str, ...]) -> bool:
     """Whether this product was measured faster in steps. axes: over which the form needs the tokens sharded.
 
     False for a layer with an adapter: the adapter's output is added to the layer's before both are reduced at once.

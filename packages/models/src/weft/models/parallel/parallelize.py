@@ -33,7 +33,7 @@ from .resolve import ModulePlan, module_plans_of, plans_deciding, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS, Style, check_mesh_axes
 from .zero import check_zero, hook_zero, shard_layouts
 
-Parameters = ParamSpec("Parameters")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _ATTRIBUTE = "_laid_out"  # attribute of a parallel model: a `_MeshAndPlan`, copied with the model
@@ -259,8 +259,8 @@ def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
 
 
 def with_exact_sums(
-    function: Callable[Concatenate[nn.Module, Parameters], Result],
-) -> Callable[Concatenate[nn.Module, Parameters], Result]:
+    function: Callable[Concatenate[nn.Module, Arguments], Result],
+) -> Callable[Concatenate[nn.Module, Arguments], Result]:
     """Decorator for a function whose first argument is a parallel model: sums inside follow the plan's `exact`.
 
     Also marks parameters with the plan's `exact`, for clipping and optimizers: `to_empty()`, `to()` and `lora` make
@@ -268,7 +268,7 @@ def with_exact_sums(
     """
 
     @wraps(function)
-    def call(model: nn.Module, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def call(model: nn.Module, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         exact = exact_of_model(model)
         if exact is not None:
             for parameter in model.parameters():

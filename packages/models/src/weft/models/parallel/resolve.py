@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -250,6 +251,12 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
             f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(module).__name__}; "
             f"that style is for {kind.__name__} layers"
         )
+
+
+def holder_of(model: nn.Module, parameter: str) -> tuple[Any, str]:
+    """The module that has a parameter, and the parameter's name there. parameter: the name in the model."""
+    owner, _, leaf = parameter.rpartition(".")
+    return model.get_submodule(owner), leaf
 
 
 def nearest(name: str, names: list[str]) -> str:

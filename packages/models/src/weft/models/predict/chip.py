@@ -96,7 +96,9 @@ class Chip:
     attention_reachable: Mapping[str, float] = field(default_factory=ATTENTION.copy)  # share of the peak, by part
     ops: Mapping[str, Rate] = field(default_factory=dict)  # by "rms_norm.forward", or "rms_norm.forward.bfloat16"
     products: tuple[Product, ...] = ()  # measured; () for a chip whose products are priced by tiles
-    collectives: Mapping[str, Rate] = field(default_factory=dict)  # measured, by kind, for a rank's received bytes
+    # Measured, by kind, for a rank's received bytes; on a CPU beyond `collective_host_seconds`.
+    collectives: Mapping[str, Rate] = field(default_factory=dict)
+    collective_host_seconds: float = 0.0  # of the thread that computes, on a measured CPU, to issue a collective
     crowding: float = 1.0  # factor on computing times in a run of several ranks
     threads: int | None = None  # of a process, on a measured CPU; None for a GPU
     source: str = ""

@@ -26,7 +26,7 @@ _FIELDS = (
     "name", "source", "threads", "peaks", "reachable", "reachable_by_dtype", "sustained", "multiprocessors",
     "tiles",
     "memory_bytes", "memory_bandwidth", "memory_reachable", "levels", "host_seconds",
-    "launch_seconds", "attention_reachable", "ops", "products", "collectives", "crowding",
+    "launch_seconds", "attention_reachable", "ops", "products", "collectives", "crowding", "collective_host_seconds",
 )  # fmt: skip
 _OF_LEVEL = ("name", "ranks", "bandwidth", "peer_bandwidth", "reachable", "latency", "slowdown")
 _OF_RATE = ("seconds", "seconds_per_byte", "seconds_per_flop", "seconds_per_score", "adds_products")
@@ -76,7 +76,8 @@ def as_toml(values: Mapping[str, Any], comment: str) -> str:
     for line in comment.splitlines():
         document.add(tomlkit.comment(line))
     for name in ("name", "source", "threads", "reachable", "sustained", "multiprocessors", "memory_bytes",
-                 "memory_bandwidth", "memory_reachable", "host_seconds", "launch_seconds", "crowding"):  # fmt: skip
+                 "memory_bandwidth", "memory_reachable", "host_seconds", "launch_seconds", "crowding",
+                 "collective_host_seconds"):  # fmt: skip
         if (value := values[name]) is not None:
             document.add(name, value)
     document.add("tiles", [list(each) for each in values["tiles"]])
@@ -153,6 +154,9 @@ def _chip(values: Mapping[str, Any]) -> dict[str, Any]:
             },
         },
         "crowding": _number(values.get("crowding", 1.0), "crowding"),
+        "collective_host_seconds": _number(
+            values.get("collective_host_seconds", 0.0), "collective_host_seconds", zero=True
+        ),
         "ops": dict(_rates(values.get("ops", {}), "ops")),
         "collectives": dict(_rates(values.get("collectives", {}), "collectives")),
         "products": tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,25 +22,39 @@ ELEMENTS = tuple(2**k for k in (6, 10, 14, 17, 20, 22))  # of a tensor in float3
 PRODUCT = 512  # rows and columns of the product computed beside a collective
 
 
-def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ...], dict[str, Rate]]:
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links between all ranks of this machine, for the fields of `Chip`."""
+
+    levels: tuple[Level, ...]
+    collectives: dict[str, Rate]
+    collective_host_seconds: float
+
+
+def measure_links(device: torch.device, seconds: float) -> Links:
     """Measure the level of this machine's links, and the rate of each kind of collective by a rank's received bytes.
 
+    On a CPU, a collective's time in the calling thread on a core is told apart: no op can run meanwhile.
     seconds: how long to measure, roughly. The results are equal on all ranks, because the slowest rank counts. A world
     of a single rank has links without cost.
     Communication: called by all ranks of the world together.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
-        return (Level(name="one process", ranks=1, bandwidth=1e12, reachable=1.0, latency=0.0),), {}
+        return Links((Level(name="one process", ranks=1, bandwidth=1e12, reachable=1.0, latency=0.0),), {}, 0.0)
     mesh = ProcessMesh.grid(**{AXIS: ranks})
     calls: list[tuple[str, int, Callable[[], object]]] = []
     for count in ELEMENTS:
         calls += _calls(mesh, torch.zeros(ranks * max(1, count // ranks), device=device))
-    times = _timed([call for *_, call in calls], seconds / 2, device)
+    times, in_thread = _timed([call for *_, call in calls], seconds / 2, device)
+    kinds = list(dict.fromkeys(kind for kind, *_ in calls))
+    shortest = [next(each for (name, *_), each in zip(calls, in_thread, strict=True) if name == kind) for kind in kinds]
+    host = statistics.median(shortest) if device.type == "cpu" else 0.0
     found: dict[str, Rate] = {}
-    for kind in dict.fromkeys(kind for kind, *_ in calls):
+    for kind in kinds:
         of_kind = [(nbytes, each) for (name, nbytes, _), each in zip(calls, times, strict=True) if name == kind]
-        found[kind] = fit_line([nbytes for nbytes, _ in of_kind], [each for _, each in of_kind])
+        line = fit_line([nbytes for nbytes, _ in of_kind], [each for _, each in of_kind])
+        found[kind] = replace(line, seconds=max(0.0, line.seconds - host))
     link = Topology.measure(mesh, device.type).link(AXIS)
     level = Level(
         name="NVLink or PCIe of this machine" if device.type == "cuda" else "gloo on this machine",
@@ -48,7 +63,7 @@ def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ..
         latency=link.latency,
         slowdown=_slowdown(device, seconds / 4),
     )
-    return (level,), found
+    return Links((level,), found, host)
 
 
 def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
@@ -76,28 +91,32 @@ def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[]
     ]
 
 
-def _timed(calls: list[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:
-    """The lower quartile of each call's seconds, on the slowest rank. A barrier comes before each call."""
-    start, found = time.monotonic(), [list[float]() for _ in calls]
+def _timed(calls: list[Callable[[], object]], seconds: float, device: torch.device) -> tuple[list[float], list[float]]:
+    """The median of each call's seconds, and of the calling thread's seconds on a core, on the slowest rank.
+
+    A barrier comes before each call. Not a lower quartile, as for ops: a rank wakes up late now and then, and a step
+    waits for each of its collectives.
+    """
+    start, found, in_thread = time.monotonic(), [list[float]() for _ in calls], [list[float]() for _ in calls]
     ends = torch.zeros(1, device=device)
     for turn in range(MOST + 1):
-        for times, call in zip(found, calls, strict=True):
+        for times, of_thread, call in zip(found, in_thread, calls, strict=True):
             dist.barrier()
             _wait(device)
-            begin = time.perf_counter()
+            begin, begin_of_thread = time.perf_counter(), time.thread_time()
             call()
             _wait(device)
             if turn:
                 times.append(time.perf_counter() - begin)
+                of_thread.append(time.thread_time() - begin_of_thread)
         ends.fill_(float(turn >= FEWEST and time.monotonic() - start > seconds))
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         if ends.item():
             break
-    quartiles = torch.tensor(
-        [statistics.quantiles(times, n=4, method="inclusive")[0] for times in found], device=device
-    )
-    dist.all_reduce(quartiles, dist.ReduceOp.MAX)
-    return quartiles.tolist()
+    medians = torch.tensor([[statistics.median(each) for each in times] for times in (found, in_thread)], device=device)
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    whole, of_threads = medians.tolist()
+    return whole, of_threads
 
 
 def _slowdown(device: torch.device, seconds: float) -> float:
@@ -117,7 +136,7 @@ def _slowdown(device: torch.device, seconds: float) -> float:
     def collective() -> None:
         dist.all_reduce(whole)
 
-    of_product, of_collective, of_both = _timed([product, collective, both], seconds, device)
+    (of_product, of_collective, of_both), _ = _timed([product, collective, both], seconds, device)
     return min(1.0, max(0.0, (of_both - of_product) / of_collective))
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from ..terminal import begin_printing
 from .chip import Chip, Level, Product, Rate
 from .fitting import Sample, fit_line, fit_rates, relative_errors
-from .measure_links import measure_links
-from .measure_step import LARGE, SMALL, StandardStep, host_seconds_of
+from .measure_links import Links, measure_links
+from .measure_step import DIVIDED, LARGE, SMALL, StandardStep, collective_host_seconds_of, host_seconds_of
 from .op_cases import MOST_WORK, Case, make_gradients, op_cases, product_shapes
-from .rounds import Clock, interleaved
+from .rounds import SHORT, Clock, interleaved
 
 # Shares of the whole time for each measurement.
 OF_PRODUCTS, OF_OPS, OF_NARROW, OF_TORCH, OF_STEPS, OF_LINKS = 0.2, 0.35, 0.15, 0.06, 0.12, 0.12
@@ -30,6 +30,7 @@ WHOLE = 60.0  # seconds to measure all cases; in a shorter time, fewer and small
 SHORTEST = 2**22  # operations of the largest case in the shortest time
 COPIES = tuple(2**k for k in (12, 15, 18, 20, 22, 24))  # elements
 PROBE = 256  # rows and columns of the product in `_speed`
+DIVIDED_STEPS = 25
 TIMEOUT = timedelta(minutes=30)  # of ranks waiting for rank 0
 # Ops whose outputs backward recomputes only on a GPU and in 16 bits. A record on shapes always has these
 # recomputations, so a CPU in float32 takes no time for them.
@@ -78,8 +79,7 @@ class _Machine:
         self._speeds: dict[torch.dtype, float] = {}
         self._bandwidth = 0.0
         self._host_seconds = 0.0
-        self._levels: tuple[Level, ...] = ()
-        self._collectives: dict[str, Rate] = {}
+        self._links = Links((Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0),), {}, 0.0)
         self._crowding = 1.0
         self._alone = 0.0  # seconds of the large step, on rank 0 alone
 
@@ -108,7 +108,26 @@ class _Machine:
                 )
             if rank == 0:
                 _report("collectives")
-        self._levels, self._collectives = measure_links(self._device, self._seconds * OF_LINKS)
+        self._links = measure_links(self._device, self._seconds * OF_LINKS)
+        if dist.get_world_size() > 1 and not self._on_gpu:
+            self._divided_step(rank)
+
+    def _divided_step(self, rank: int) -> None:
+        """Measure the computing thread's time for a collective, in a step of ranks 0 and 1 together.
+
+        Communication: the step's, and a barrier.
+        """
+        if rank < 2:
+            step, times = StandardStep(DIVIDED, self._device, 0, tp=2), []
+            for _ in range(DIVIDED_STEPS):
+                begin = time.thread_time()
+                step.run()
+                times.append(time.thread_time() - begin)
+            if rank == 0:
+                found = collective_host_seconds_of(step.trace(), statistics.median(times), self.chip())
+                self._links = replace(self._links, collective_host_seconds=found)
+                _report(f"host: {found * 1e6:.0f} us a collective in a step of two ranks")
+        dist.barrier()
 
     def chip(self) -> Chip:
         """The results as a `Chip`."""
@@ -132,12 +151,13 @@ class _Machine:
             memory_bytes=memory,
             memory_bandwidth=self._bandwidth,
             memory_reachable=1.0,
-            levels=self._levels,
+            levels=self._links.levels,
             host_seconds=self._host_seconds,
             attention_reachable={"forward": 1.0, "backward": 1.0},
             ops=self._ops,
             products=self._products,
-            collectives=self._collectives,
+            collectives=self._links.collectives,
+            collective_host_seconds=self._links.collective_host_seconds,
             crowding=self._crowding,
             threads=None if self._on_gpu else torch.get_num_threads(),
         )
@@ -161,7 +181,7 @@ class _Machine:
         targets = [torch.empty_like(each) for each in tensors]
         pairs = list(zip(targets, tensors, strict=True))
         calls = [lambda a=a, b=b: a.copy_(b) for a, b in pairs]
-        times = interleaved(calls, self._seconds * OF_TORCH / 4, self._clock)
+        times = interleaved(calls, self._seconds * OF_TORCH / 4, self._clock, warm=True)
         seconds = [_undisturbed(each) for each in times]
         self._bandwidth = 2 * tensors[-1].nbytes / seconds[-1]
         line = fit_line([2 * each.nbytes for each in tensors], seconds)
@@ -177,7 +197,7 @@ class _Machine:
             for M, N, K in shapes
         ]
         calls = [lambda x=x, w=w: torch.nn.functional.linear(x, w) for x, w in operands]
-        times = interleaved(calls, self._seconds * OF_PRODUCTS * share, self._clock)
+        times = interleaved(calls, self._seconds * OF_PRODUCTS * share, self._clock, warm=True)
         found = tuple(
             Product(dtype=name, M=M, N=N, K=K, seconds=_undisturbed(each))
             for (M, N, K), each in zip(shapes, times, strict=True)
@@ -200,7 +220,7 @@ class _Machine:
             ("sum", 1, torch.sum),
         ]
         calls = [lambda f=f, x=x: f(x) for _, _, f in named for x in tensors]
-        times = interleaved(calls, self._seconds * OF_TORCH / 2, self._clock)
+        times = interleaved(calls, self._seconds * OF_TORCH / 2, self._clock, warm=True)
         for i, (name, moved, _) in enumerate(named):
             seconds = [_undisturbed(each) for each in times[i * len(tensors) : (i + 1) * len(tensors)]]
             self._ops[f"aten.{name}.forward"] = fit_line([moved * each.nbytes for each in tensors], seconds)
@@ -215,15 +235,20 @@ class _Machine:
 
         def call(i: int) -> Callable[[], float]:
             def both() -> float:
-                forward = self._clock.time(lambda: outputs.extend(ready[i].forward()))
-                backwards[i].append(self._clock.time(lambda: ready[i].backward(outputs, gradients[i])))
-                outputs.clear()
+                for _ in range(2):  # the first brings operands and code into the caches
+                    forward = self._clock.time(lambda: outputs.extend(ready[i].forward()))
+                    backward = self._clock.time(lambda: ready[i].backward(outputs, gradients[i]))
+                    outputs.clear()
+                    if forward >= SHORT:
+                        break
+                backwards[i].append(backward)
                 return forward
 
             outputs: list[Tensor] = []
             return both
 
-        forwards = interleaved([call(i) for i in range(len(ready))], self._seconds * OF_OPS * share, None)
+        seconds = self._seconds * OF_OPS * share
+        forwards = interleaved([call(i) for i in range(len(ready))], seconds, None)
         samples = []
         for (forward, backward), first, second in zip(events, forwards, backwards, strict=True):
             if forward:
@@ -269,7 +294,6 @@ class _Machine:
         times = interleaved([small.run, large.run], self._seconds * OF_STEPS * 2 / 3, self._clock)
         of_small, of_large = (_undisturbed(each) for each in times)
         self._alone = of_large
-        self._levels = (Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0),)
         chip = self.chip()
         self._host_seconds = host_seconds_of(small.trace(), of_small, chip)
         predicted = large.predicted_seconds(replace(chip, host_seconds=self._host_seconds))

@@ -1,4 +1,7 @@
-"""`StandardStep`: a training step of a small Llama, to time beside the trace. `host_seconds_of`: the host's share."""
+"""`StandardStep`: a training step of a small Llama, to time beside the trace.
+
+`host_seconds_of`, `collective_host_seconds_of`: the host's share of the step's time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ..parallel.pipeline.step import Microbatch
 from ..step.find_gradients import find_gradients
 from ..step.record import StepShape
 from .chip import Chip
-from .events import Compute, Trace
+from .events import Compute, Start, Trace
 from .trace import trace_step
 
 
@@ -59,17 +62,33 @@ LARGE = StepSize(
     rows=2,
     tokens=256,
 )
+DIVIDED = StepSize(  # over two ranks, with a collective for every few ops
+    _CONFIG(
+        vocab_size=257,
+        hidden_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=384,
+        max_seq_len=128,
+    ),
+    rows=4,
+    tokens=128,
+)
 CLIP_NORM = 1.0
 
 
 class StandardStep:
-    """A training step on a single rank: gradients, norm, and AdamW. Used by `measure_machine`."""
+    """A training step on `tp` ranks from `rank` on: gradients, norm, and AdamW. Used by `measure_machine`.
 
-    def __init__(self, size: StepSize, device: torch.device, rank: int) -> None:
-        self._size = size
+    Communication, with `tp` above 1: `run` as `find_gradients`.
+    """
+
+    def __init__(self, size: StepSize, device: torch.device, rank: int, *, tp: int = 1) -> None:
+        self._size, self._tp = size, tp
         with torch.device("meta"):
             model: Any = make_model(size.config)
-        mesh = ProcessMesh.grid(first_rank=rank, dp=1)
+        mesh = ProcessMesh.grid(first_rank=rank, dp=1, tp=tp)
         self._model = parallelize(model, mesh, model.parallel_plan()).to_empty(device=device)
         initialize(self._model, seed=0)
         self._sync = GradientSync(self._model)
@@ -84,7 +103,7 @@ class StandardStep:
         self._optimizer.zero_grad()
 
     def trace(self) -> Trace:
-        return _trace_of(self._size)
+        return trace_of(self._size, self._tp)
 
     def predicted_seconds(self, chip: Chip) -> float:
         """Seconds of the step: all ops by the chip's rates, plus the host's time for each op."""
@@ -100,12 +119,29 @@ def host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
     return max(0.0, (seconds - _seconds_of_ops(trace, chip)) / _launches(trace))
 
 
+def collective_host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
+    """Seconds of the computing thread for a collective: a step's, beyond the ops, over the number of collectives.
+
+    seconds: of the thread on a core, so without waits. Besides the issue of the collective, ops on sharded tensors take
+    longer to start. 0 where the ops alone take longer.
+    """
+    count = sum(
+        trace.count(segment)
+        for segment in trace.segments
+        for event in segment.events
+        if isinstance(event, Start) and event.size > 1
+    )
+    of_ops = chip.crowding * (_seconds_of_ops(trace, chip) + chip.host_seconds * _launches(trace))
+    return max(0.0, (seconds - of_ops) / count)
+
+
 @cache
-def _trace_of(size: StepSize) -> Trace:
+def trace_of(size: StepSize, tp: int = 1) -> Trace:
+    """The trace of a `StandardStep`, of rank 0."""
     with torch.device("meta"):
         model: Any = make_model(size.config)
     shape = StepShape(batch=(size.rows, size.tokens))
-    return trace_step(model, ProcessMesh.grid(dp=1), model.parallel_plan(), shape, clip_norm=CLIP_NORM)
+    return trace_step(model, ProcessMesh.grid(dp=1, tp=tp), model.parallel_plan(), shape, clip_norm=CLIP_NORM)
 
 
 def _work(trace: Trace) -> list[tuple[Compute, int]]:

@@ -80,7 +80,7 @@ class Network:
             self.advance(begin)
         while self._queues:
             share = self._share_of_device
-            end = begin + seconds / share
+            end = begin + seconds / share if share > 0 else math.inf  # the jobs need the whole device
             self._step(end)
             if self.now >= end:
                 return end

@@ -117,7 +117,9 @@ class Pieces:
             return known
         if isinstance(event, Start):
             price = transfer(replace(event, number=0, module=""), self._chip, world=self._world)
-            host = 0.0 if self._chip.threads is not None else self._host  # on a CPU measured with the collective
+            host = self._host
+            if self._chip.threads is not None:
+                host = 0.0 if price.level is None else self._chip.collective_host_seconds * self._crowding
             return PricedEvent(event, price.seconds, host, level=price.level, ahead=self._form_ahead(event.number))
         return PricedEvent(event, ahead=self._form_ahead(event.number))
 

@@ -8,29 +8,40 @@ from collections.abc import Callable, Sequence
 import torch
 
 FEWEST, MOST = 3, 200  # timed rounds
+SHORT = 5e-3  # seconds of a call below which operands in the caches matter
 
 
 class Clock:
-    """Times calls on a device, GPU or CPU."""
+    """Times calls on a device, GPU or CPU.
+
+    A CPU's call with a single thread counts the seconds of this thread on a core: other programs on the core do not
+    count, but what they evict from the caches is read again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        is_single = not self._on_gpu and torch.get_num_threads() == 1
+        self._now = time.thread_time if is_single else time.perf_counter
 
     def time(self, call: Callable[[], object]) -> float:
-        """Seconds of the call, until the device has done all work."""
+        """Seconds of the call, until the device has done all work. The call waits for no other process."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = self._now()
         call()
         if self._on_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return self._now() - start
 
 
-def interleaved(calls: Sequence[Callable[[], object]], seconds: float, clock: Clock | None) -> list[list[float]]:
+def interleaved(
+    calls: Sequence[Callable[[], object]], seconds: float, clock: Clock | None, *, warm: bool = False
+) -> list[list[float]]:
     """Run rounds of all calls for about `seconds`; return each call's times in seconds. A first round is not timed.
 
     clock: None for calls that return their own seconds.
+    warm: whether an untimed call comes before each short call, so that operands and code are in the caches, as after
+        the op of a step that made the operands.
     """
     found: list[list[float]] = [[] for _ in calls]
     start = time.monotonic()
@@ -38,6 +49,8 @@ def interleaved(calls: Sequence[Callable[[], object]], seconds: float, clock: Cl
         began = time.monotonic()
         for times, call in zip(found, calls, strict=True):
             duration = call() if clock is None else clock.time(call)
+            if warm and turn and float(duration) < SHORT:  # type: ignore[arg-type]
+                duration = call() if clock is None else clock.time(call)
             if turn:
                 times.append(float(duration))  # type: ignore[arg-type]
         now = time.monotonic()

@@ -7,7 +7,7 @@ the rest is added as a multiple.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -99,6 +99,8 @@ class _ClockState:
     backlogs: dict[str, float]  # seconds of collectives not yet done, by group
     added: dict[str, float]  # seconds of all collectives queued until now, by group
     ahead: dict[Form, int]  # the number of jobs that later copies of a loop await, by form
+    awaited: dict[Form, int]  # the number of these jobs awaited until now, by form
+    oldest: dict[Form, int]  # `Job.serial` of the job awaited next, by form
     parts: list[float]
 
 
@@ -113,6 +115,7 @@ class Clocks:
         self._network = Network()
         self._jobs: dict[int, Job] = {}  # by number of the collective, the job last started
         self._ahead: dict[Form, deque[Job]] = {}  # by `PricedEvent.ahead`, jobs not yet awaited
+        self._awaited: Counter[Form] = Counter()  # by `PricedEvent.ahead`, the number of jobs awaited
         self._where = ""
         self._spans: list[Span] = []
         self._repeated: list[Repeated] = []
@@ -160,6 +163,8 @@ class Clocks:
             self._start(operation, event)
         else:
             waiting = self._ahead.get(operation.ahead) if operation.ahead else None
+            if operation.ahead and waiting:
+                self._awaited[operation.ahead] += 1
             job = waiting.popleft() if waiting else self._jobs.get(event.number)
             if job is not None:
                 end = self._network.finish(job)
@@ -217,7 +222,7 @@ class Clocks:
             if self._expand:
                 continue
             states = [*states[-2:], self._state()]
-            if copies - done > 1 and len(states) == 3 and (_is_steady(states) or followed >= _FOLLOWED):
+            if copies - done > 1 and len(states) == 3 and (_is_steady(states, since) or followed >= _FOLLOWED):
                 skipped = self._jump(states, copies - done - 1, since)
                 if skipped:
                     done, followed = done + skipped, 0
@@ -232,6 +237,8 @@ class Clocks:
             self._network.backlogs(),
             dict(self._network.added),
             {form: len(jobs) for form, jobs in self._ahead.items() if jobs},
+            dict(self._awaited),
+            {form: jobs[0].serial for form, jobs in self._ahead.items() if jobs},
             list(self._parts),
         )
 
@@ -264,19 +271,29 @@ class Clocks:
         return copies
 
 
-def _is_steady(states: Sequence[_ClockState]) -> bool:
+def _is_steady(states: Sequence[_ClockState], since: int) -> bool:
     """Whether the last two copies took equally long, and changed each group's backlog by the same amount.
 
     Not if a copy starts more collectives for later copies than it awaits, or fewer: then the job that a wait is for
-    depends on the copy.
+    depends on the copy. Not if copies await collectives of copies before, and
+    - the collective awaited next was started before the loop: the wait for a collective of the loop may be longer;
+    - or the backlog of the group grows: each wait is longer than the wait before, once the backlog is awaited.
+    since: `Network.num_added` at the beginning of the loop.
     """
     if not states[0].ahead == states[1].ahead == states[2].ahead:
+        return False
+    before, after = states[-2:]
+    awaited = [form for form, count in after.awaited.items() if count > before.awaited.get(form, 0)]
+    if any(after.oldest.get(form, since) < since for form in awaited):
         return False
     lasted, lasts = (after.device - before.device for before, after in pairwise(states))
     allowed = _STEADY * max(lasted, lasts)
     if abs(lasts - lasted) > allowed:
         return False
     groups = {*states[0].backlogs, *states[1].backlogs, *states[2].backlogs}
+    growing = {group: after.backlogs.get(group, 0.0) - before.backlogs.get(group, 0.0) for group in groups}
+    if any(growing.get(group, 0.0) > allowed for _, group, _ in awaited):
+        return False
     of_groups = ([state.backlogs.get(group, 0.0) for state in states] for group in groups)
     return all(abs(first - 2 * second + third) <= allowed for first, second, third in of_groups)
 

@@ -40,6 +40,7 @@ _OWN_NAMES = (  # of fields named alike in config.json and our config
 )
 # Fields of model_type weft_moe alone.
 _FURTHER = (
+    "seq_aux",
     "router_z_loss_coef",
     "router_score",
     "softmax_after",
@@ -93,7 +94,7 @@ def read_config(config: Mapping[str, Any]) -> QwenMoeConfig:
 def write_config(model: QwenMoe) -> dict[str, Any]:
     """config.json for a model, without the dtype. A model with options of Weft's own gets model_type weft_moe.
 
-    The z-loss's coefficient, which transformers lacks, is left out of a folder for transformers.
+    The z-loss's coefficient and seq_aux, which transformers lacks, are left out of a folder for transformers.
     """
     config = model.config
     kind = "qwen3_moe" if config.is_hugging_face else "weft_moe"

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import has_data, weigh_targets
 from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
-from weft.reshard.extension import exact_axes, wrap
+from weft.reshard.extension import exact_axes, local_of, wrap
 
 from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.step import Microbatch
@@ -242,16 +242,9 @@ def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) ->
     if no_sums == 0:
         return Shares([1.0] * len(targets), [1.0] * len(targets), label)
     if no_means:
-        return Shares(
-            (), (), reason=reason or "its loss of all tokens is not the mean of its losses of some, by one denominator"
-        )
+        return Shares((), (), reason=reason or "its loss is neither a sum over tokens nor a mean with one denominator")
     total = sum(totals) or math.nan
     return Shares([each / total for each in sizes], [each / total for each in totals], label)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """A plain tensor as it is; a DTensor's local tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_axes(layout: Layout) -> tuple[str, ...]:

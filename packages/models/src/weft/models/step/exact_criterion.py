@@ -38,7 +38,7 @@ def exact_criterion(criterion: Criterion, weighted: Criterion, exact: Mapping[st
 
 
 def _checked(criterion: Criterion, function: Callable[..., Any], exact: Mapping[str, int]) -> Criterion:
-    """The criterion, with a check of each loss: a loss for each coordinate. function: the user's, for the error."""
+    """The criterion, with a check that each coordinate of the named mesh gave a loss. function: for the error."""
 
     def call(output: Any, targets: Any) -> Any:
         try:

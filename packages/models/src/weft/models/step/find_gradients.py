@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,15 +20,13 @@ from ..losses import LossSum, first_gradient, without_graph
 from ..mixture_config import MixtureConfig
 from ..parallel.parallelize import pipeline_of, with_exact_sums
 from ..parallel.pipeline.run import Pipeline
-from ..parallel.pipeline.step import Microbatch
+from ..parallel.pipeline.step import CallContext, Microbatch
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
 from .parts import LossWithParts, StepParts, add_results, num_sums_of, split_loss
 from .router import RouterLosses, RouterReport
 from .torch_sums import refusing_torch_sums
-
-CallContext = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import sharing_casts
 from weft.reshard.extension import gathering_units, memory_of, tensors_of
 
+from ..layers import embedding_tables
 from ..parallel.parallelize import pipeline_of
 from .communication import Phase
 from .live_storages import BEFORE, LiveStorages, Storage
@@ -91,12 +92,12 @@ def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes that a microbatch saves for backward, without those of earlier microbatches."""
+    """Bytes that a microbatch saves for backward, without the bytes of earlier microbatches."""
 
     before: int  # before the first block
     inside: int  # in all blocks together
     after: int  # after the last block
-    shared: int  # in all blocks together, of an earlier microbatch: casts of parameters
+    shared: int  # in all blocks together: casts of parameters, made by an earlier microbatch
     message: int  # the largest tensor saved before the first block: [B, T, H], as sent between stages
 
 
@@ -270,7 +271,7 @@ def blocks_of_list(model: nn.Module) -> list[nn.Module]:
 def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     """The place of each parameter by name: the block's; BEFORE for an nn.Embedding's; else after the last block."""
     of_blocks = {each: number for number, block in enumerate(blocks) for each in block.parameters()}
-    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    tables = embedding_tables(model)
     return {
         name: of_blocks.get(each, BEFORE if each in tables else len(blocks)) for name, each in model.named_parameters()
     }

@@ -129,7 +129,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(storage, "", kind).place = place
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the tensors' storages without a kind."""
+        """Set the kind of the tensors' storages, except where a kind is set."""
         for storage in _storages(list(tensors)):
             found = self._live.get(storage._cdata)
             if found is not None and found.storage.kind is None:
@@ -149,7 +149,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._go_to(BEFORE)
 
     def counts(self, storage: Storage) -> bool:
-        """Whether a storage takes memory. By op, a storage born and freed in a call of a Weft op takes none."""
+        """Whether a storage takes memory. With `by_op`, a storage born and freed in a call of a Weft op takes none."""
         inside = self._by_op and storage.call and storage.call == storage.call_of_death
         return not inside or storage.op in COMPOSED
 

@@ -18,9 +18,9 @@ from ..parallel.pipeline.step import Microbatch, run_backward
 from ..parallel.plan import exact_of, without_pipeline
 from ..parallel.resolve import module_plans_of
 from .alike import Representative, choose_representatives, copy_blocks, signature
+from .criterion import Criterion
 
-Criterion = Callable[..., Any]
-Forms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind
+MessageForms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind
 
 
 def message_forms(
@@ -31,7 +31,7 @@ def message_forms(
     criterion: Criterion,
     *,
     few_blocks: bool,
-) -> Forms:
+) -> MessageForms:
     """Find the forms of all messages, by running all stages at this rank's place in the stage mesh. Called by `record`.
 
     model: not parallel. microbatch, criterion: of the run.
@@ -57,7 +57,7 @@ def message_forms(
         if of_kind.setdefault(kinds[each.number], form) != form and representatives is not everything:
             return message_forms(model, pipeline, plan, microbatch, criterion, few_blocks=False)
     place = {number: i for i, each in enumerate(representatives) for number in each.blocks}
-    forms: Forms = {}
+    forms: MessageForms = {}
     for stage, layer in enumerate(boundaries, 1):
         forms["F", stage] = {microbatch.kind: outputs[place[layer]]}
         forms["B", stage - 1] = {microbatch.kind: gradients[place[layer]]}

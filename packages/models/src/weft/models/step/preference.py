@@ -85,8 +85,8 @@ class DPOCriterion:
     length_normalized: divide log-probabilities by the answer's number of learned tokens. Always done with "ipo", as by
         trl.
     A call takes the model's output, token losses [B, T] of `model(tokens, targets=...)` or logits [B, T, V], and the
-    targets. Returns the loss, and as sums `DPO_SUMS`: over the pairs of the batch, the means of the chosen answer's
-    reward, the rejected answer's, their difference, and whether this difference is positive.
+    targets. Returns the loss, and as sums `DPO_SUMS`, means over the pairs of the batch: the reward of the chosen
+    answer, of the rejected answer, the difference, and the share of pairs with a positive difference.
     Communication: as `document_sums`; twice, if normalized by length.
     Raises ValueError for options refused by `dpo`, and for targets without a reference or of wrong shapes.
     """

@@ -33,7 +33,7 @@ from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .exact_criterion import exact_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide_batch
-from .message_forms import Forms, message_forms
+from .message_forms import MessageForms, message_forms
 from .router import RouterLosses
 
 
@@ -106,7 +106,9 @@ class SharedRuns:
     """Results shared by runs on shapes of several ranks of a pipeline. Filled by the first run, used by later runs."""
 
     cut: Cut | None = None  # of the model into stages
-    forms: dict[tuple[int, ...], Forms] = field(default_factory=dict)  # of messages, by the rank's place in a stage
+    forms: dict[tuple[int, ...], MessageForms] = field(
+        default_factory=dict
+    )  # of messages, by the rank's place in a stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class RouterLosses:
 
     f_e: choices of expert e over tokens times layers, all layers and ranks together, a constant for autograd. P_e:
     the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
+    For a model with `MixtureConfig.seq_aux`, f_e and P_e are those of one sequence and layer, and the balance loss is
+    the mean over all sequences and layers: the same for any number of microbatches.
     criterion: of logits and targets, as for `forward_backward`. The sums of a `LossWithParts` are kept.
     balance, z: coefficients, 0 or more.
     microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
@@ -76,32 +78,35 @@ class RouterLosses:
         logits, statistics = output
         loss, own_sums, _ = split_loss(self.criterion(logits, targets))
         statistics = _in_layout_of_loss(statistics, loss)
-        layers, E = statistics.shape[0], statistics.shape[1] // 2
+        layers, E = statistics.shape[0], (statistics.shape[1] - 1) // 2
+        by_sequence = statistics.shape[1] > 2 * E + 1
+        balanced = slice(2 * E + 1, 2 * E + 2) if by_sequence else slice(E, 2 * E)  # columns of the balance loss
         count = float(targets.numel() * layers * self.microbatches)
         with torch.no_grad():
             load = _sum_load(statistics, E)  # [layers, E]
             f = load.sum(0) / float(targets.numel() * layers)
-            slopes = torch.zeros(2, 2 * E + 1, dtype=load.dtype, device=load.device)
-            slopes[0, E : 2 * E], slopes[1, 2 * E] = f * (E / count), 1 / count
+            slopes = torch.zeros(2, statistics.shape[1], dtype=load.dtype, device=load.device)
+            slopes[0, balanced], slopes[1, 2 * E] = E / count if by_sequence else f * (E / count), 1 / count
             slope = self.balance * slopes[0] + self.z * slopes[1]
             sums = local_value(statistics)  # inside `exact_sums` with a stack of each coordinate's statistics
             of_coordinates = [
-                self._add_up(each, slopes[0, E : 2 * E], count) for each in sums.reshape(-1, *sums.shape[-2:])
+                self._add_up(each[:, balanced], each[:, 2 * E], slopes[0, balanced], count)
+                for each in sums.reshape(-1, *sums.shape[-2:])
             ]
             addends = torch.stack([each for each, _ in of_coordinates]).view(*sums.shape[:-2], 1 + layers)
             value = torch.stack([each for _, each in of_coordinates]).view(sums.shape[:-2])
         total: Tensor = _AddRouterLoss.apply(loss, statistics, value, slope)  # type: ignore[no-untyped-call]
         return LossWithParts(total, own_sums, RouterParts(addends, load))
 
-    def _add_up(self, sums: Tensor, slope: Tensor, count: float) -> tuple[Tensor, Tensor]:
+    def _add_up(self, sums: Tensor, squares: Tensor, slope: Tensor, count: float) -> tuple[Tensor, Tensor]:
         """The addends of `RouterParts`, and their weighted sum, which is added to the loss.
 
-        sums: a coordinate's statistics, [layers, 2 * E + 1]. slope: [E], the factors of the experts' summed
-        probabilities in the balance loss. count: tokens times layers times microbatches.
+        sums, squares: a coordinate's statistics, the columns of the balance loss [layers, n] and of the z-loss
+        [layers]. slope: [n], the factors of the sums in the balance loss. count: tokens times layers times
+        microbatches.
         """
-        E = len(slope)
-        balance = sums[:, E : 2 * E].sum(0) @ slope
-        addends = torch.cat([balance[None], sums[:, 2 * E] / count])
+        balance = sums.sum(0) @ slope
+        addends = torch.cat([balance[None], squares / count])
         value = self.balance * addends[0]
         if self.z:  # the squares of huge logits overflow, which a coefficient of 0 leaves out
             value = value + self.z * addends[1:].sum()
@@ -111,7 +116,7 @@ class RouterLosses:
 class _AddRouterLoss(torch.autograd.Function):
     """A loss plus a linear function of router statistics.
 
-    value: the function's, already computed. slope: [2 * E + 1], the gradient of the function for a layer's statistics.
+    value: the function's, already computed. slope: the gradient of the function for a layer's row of statistics.
     """
 
     @staticmethod

@@ -17,7 +17,7 @@ from weft.reshard.extension import exact_axes
 
 from ..exact import in_words
 
-Parameters = ParamSpec("Parameters")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _CHECKED = "_torch_sums_checked"  # attribute of a model: whether a step ran under `_Refusal`
@@ -53,15 +53,15 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refusing_torch_sums(
-    function: Callable[Concatenate[nn.Module, Parameters], Result],
-) -> Callable[Concatenate[nn.Module, Parameters], Result]:
+    function: Callable[Concatenate[nn.Module, Arguments], Result],
+) -> Callable[Concatenate[nn.Module, Arguments], Result]:
     """Decorator for a function that runs a step of a model: inside `exact_sums`, ops of `_SUMS` raise ValueError.
 
     Only a model's first step under the same named mesh is watched: later steps call the same ops.
     """
 
     @wraps(function)
-    def call(model: nn.Module, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def call(model: nn.Module, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         exact = exact_axes()
         if exact is None or vars(model).get(_CHECKED) == dict(exact):
             return function(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The facts on which the bits of a run with `plan.exact` depend: noted in checkpoints, and compared on resume."""
+"""The facts on which the bits of a run with `plan.exact` depend: noted in checkpoints and digests, and compared."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..exact import AXES, in_words, parse_exact
 from .config import TrainConfig
 from .saved_run import ARITHMETIC
 
@@ -20,7 +21,13 @@ def arithmetic_of(config: TrainConfig, device: torch.device) -> dict[str, Any] |
     plan = config.plan
     if plan.exact is None:
         return None
-    facts: dict[str, Any] = {"exact": plan.exact, "torch": str(torch.__version__), "dtype": config.dtype}
+    named = parse_exact(plan.exact)
+    above_one = {axis: named[axis] for axis in AXES if named.get(axis, 1) > 1}
+    facts: dict[str, Any] = {
+        "exact": in_words(above_one or named),
+        "torch": str(torch.__version__),
+        "dtype": config.dtype,
+    }
     facts |= {"reduce_dtype": config.reduce_dtype, "microbatches": plan.microbatches or 1}
     if facts["microbatches"] > 1:
         facts["the ranks' sum"] = "of each microbatch" if plan.zero > 1 else "of all microbatches"

@@ -36,7 +36,7 @@ class Saver:
     def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Communication: a new process group of all ranks, for writing beside the training's collectives."""
         self._run, self._model, self._optimizer = run, model, optimizer
-        self._arithmetic = arithmetic_of(run.config, next(model.parameters()).device)
+        self.arithmetic = arithmetic_of(run.config, next(model.parameters()).device)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
         self._copy: Snapshot | None = None  # kept for reuse of the memory by the next copy
@@ -69,7 +69,7 @@ class Saver:
         self.logged = logged_of(saved, path, self._run.folder)
         self.held_out_loss = saved.get("held_out_loss", self.held_out_loss)
         step: int = saved.get("step", 0)
-        self._notes += end_of_bits(saved, self._arithmetic, step)
+        self._notes += end_of_bits(saved, self.arithmetic, step)
         return step
 
     @contextmanager
@@ -87,7 +87,7 @@ class Saver:
         Raises NotSaved, on every rank, if the previous checkpoint could not be written.
         """
         self.wait()
-        document = describe_run(self._run, step, self.held_out_loss, logged, self._arithmetic)
+        document = describe_run(self._run, step, self.held_out_loss, logged, self.arithmetic)
         with traced("copy"):
             content = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
             self._copy = content.copy_to_cpu(self._copy)

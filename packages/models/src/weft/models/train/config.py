@@ -21,7 +21,7 @@ from ..data.examples.example import Task
 from ..exact import parse_exact
 from ..schedules.pipeline_plan import PipelinePlan, Split
 from ..schedules.schedule import Name as Schedule
-from .task_config import DPOConfig, KTOConfig, LoRAConfig, Reference, ReferenceMeshConfig, check_task_options
+from .task_config import DPOConfig, KTOConfig, LoRAConfig, ReferenceKind, ReferenceMeshConfig, check_task_options
 
 Context = Literal["all_gather", "ulysses"]
 TokenTransport = Literal["exchange", "gather"]
@@ -276,9 +276,9 @@ class TrainConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
-    reference: Annotated[Reference | None, shown("{model,adapters,precomputed}", "adapters with lora, else model")] = (
-        None
-    )
+    reference: Annotated[
+        ReferenceKind | None, shown("{model,adapters,precomputed}", "adapters with lora, else model")
+    ] = None
     """The reference of dpo and kto: a second model, the model without adapters, or numbers computed once."""
     reference_from: Annotated[Path | None, shown("FOLDER", "that of --from")] = None
     """The folder of the reference's weights."""

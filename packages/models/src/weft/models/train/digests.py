@@ -10,12 +10,13 @@ from torch import nn
 
 from ..checkpoint.huggingface import attempt, raise_on_all
 from ..compare.entries import Header, StepDigests
-from ..compare.judge import Judge
+from ..compare.judge import Judge, shared_exact
 from ..compare.record_file import RunDigests, read_digests
 from ..compare.report import describe
 from ..experts import MixtureOfExperts
 from ..layers import Dropout
 from ..parallel.parallelize import pipeline_of
+from .arithmetic import arithmetic_of
 from .run import Run
 
 
@@ -23,7 +24,7 @@ def header_of(run: Run, model: nn.Module) -> Header:
     """The header of a run's digests. model: after `parallelize`, on this rank. Communication: none."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
-    config = run.config
+    config, arithmetic = run.config, arithmetic_of(run.config, next(model.parameters()).device)
     return Header(
         parameters={name: tuple(each.shape) for name, each in parameters.items()},
         modules=tuple(name for name, _ in model.named_modules() if name),
@@ -36,6 +37,7 @@ def header_of(run: Run, model: nn.Module) -> Header:
         by_microbatch=_by_microbatch(model, run),
         data=run.corpus.sha256,
         seed=config.seed,
+        arithmetic=None if arithmetic is None else {name: str(value) for name, value in arithmetic.items()},
     )
 
 
@@ -44,7 +46,7 @@ def _by_microbatch(model: nn.Module, run: Run) -> tuple[str, ...]:
     found = []
     if any(isinstance(each, Dropout) and each.p > 0 for each in model.modules()):
         found.append("the masks of dropout")
-    if getattr(run.config.model, "router_aux_loss_coef", 0.0):
+    if getattr(run.config.model, "router_aux_loss_coef", 0.0) and not getattr(run.config.model, "seq_aux", False):
         found.append("the balance loss of routers")
     return tuple(found)
 
@@ -70,7 +72,10 @@ class Against:
         """`__init__` on rank 0."""
         self._recorded = read_digests(folder)
         same_start = run.resume is not None and run.resume.parent.resolve() == folder.resolve()
-        self._judge = Judge((self._recorded.header_of(first_step + 1), header), same_start=same_start)
+        headers = (*self._recorded.headers.values(), header)
+        self._judge = Judge(
+            (self._recorded.header_of(first_step + 1), header), same_start=same_start, exact=shared_exact(headers)
+        )
 
     def add(self, digests: list[StepDigests]) -> str:
         """Compare further steps. Returns, on every rank, the report of the first difference above rounding, else "".

@@ -143,6 +143,8 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
+    elif run.config.plan.exact and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as `launch`: torchrun sets the variable for several processes, and not for one
     dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=run.config.timeout), **world)
     try:
         stop = train(run, device)

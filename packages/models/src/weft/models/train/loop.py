@@ -141,7 +141,10 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     try:
         first_step = saver.resume()
         damaged = results.begin(
-            run.recipe, run.resolved, trainer.plan, trainer.mesh, parameters, step=first_step, logged=saver.logged
+            *(run.recipe, run.resolved, trainer.plan, trainer.mesh, parameters),
+            step=first_step,
+            logged=saver.logged,
+            arithmetic=saver.arithmetic,
         )
         against = _begin_digests(run, trainer, results, first_step)
     except (OSError, ValueError) as error:

@@ -212,9 +212,11 @@ def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     import torch
     from torch import nn
 
+    from ..layers import embedding_tables
+
     with torch.device("meta"):
         model = make_model_of(config, name)
-    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    tables = embedding_tables(model)
     multiplying = {
         each
         for module in model.modules()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import Muon
 
 from ..blocks import PROJECTIONS
+from ..layers import embedding_tables
 from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
@@ -107,7 +108,7 @@ def find_matrices(model: nn.Module) -> dict[nn.Parameter, int | None]:
     These are the parameters of two or three dims in blocks, the modules in the outermost nn.ModuleList, without
     embedding tables. A parameter of three dims is a stack of matrices.
     """
-    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    tables = embedding_tables(model)
     found: dict[nn.Parameter, int | None] = {}
 
     def visit(name: str, module: nn.Module, in_block: bool) -> None:

@@ -53,7 +53,7 @@ class Reference(Protocol):
 class Scorer:
     """Computes log-probabilities of the documents in rows, under a model without dropout, in any layout.
 
-    Of a reference, or of the model in training, whose rows are read here too.
+    The model is a reference, or the model in training. A Scorer reads the rows, too.
     outline: with the model's mesh and plan. Communication of each method but `read_step`: as `log_probabilities`.
     """
 

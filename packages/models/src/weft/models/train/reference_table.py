@@ -100,8 +100,8 @@ def write_table(path: Path, identity: str, table: Tensor) -> None:
 def share_table(path: Path, identity: str, table: Tensor) -> bool:
     """Write a file unless another run has written it by now, whose numbers then replace those in `table`.
 
-    So all runs take the numbers of the first, from which their own may differ by rounding. Returns whether the file has
-    this run's numbers. A damaged file is replaced. Raises OSError for a file that cannot be written.
+    All runs thus take the numbers of the first run; a further run's may differ by rounding. Returns whether the file
+    has this run's numbers. A damaged file is replaced. Raises OSError for a file that cannot be written.
     """
     content = _content_of(identity, table)
     try:

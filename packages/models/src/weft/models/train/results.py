@@ -83,12 +83,14 @@ class Results:
         *,
         step: int = 0,
         logged: Mapping[str, Any] | None = None,
+        arithmetic: Mapping[str, Any] | None = None,
     ) -> list[Path]:
         """Make the folder of a new run or reopen the folder of a resumed run, and write config, plan and versions.
 
         step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
         taken again.
         logged: length and checksum of the lines up to `step`, for `check_logged`.
+        arithmetic: from `arithmetic_of`, for plan.txt.
         Returns, on the writing rank, the new paths of damaged checkpoints after `step`, which are renamed; empty on
         other ranks.
         Communication: with several ranks, a broadcast of the writing rank's error, if any.
@@ -96,7 +98,8 @@ class Results:
         it, if a complete checkpoint after `step` exists, and as `check_logged` and `read_logged`; OSError if the
         folder cannot be written.
         """
-        error = attempt(self._begin, recipe, config, plan, mesh, parameters, step, logged) if self._writes else None
+        arguments = recipe, config, plan, mesh, parameters, step, logged, arithmetic
+        error = attempt(self._begin, *arguments) if self._writes else None
         raise_on_all(error, dist.is_initialized())
         return self._damaged
 
@@ -109,6 +112,7 @@ class Results:
         parameters: Sequence[ParameterLayout],
         step: int,
         logged: Mapping[str, Any] | None,
+        arithmetic: Mapping[str, Any] | None,
     ) -> None:
         if config.resume is None:
             make_new(self._folder)
@@ -122,7 +126,9 @@ class Results:
         self._cut(step)
         self._write(CONFIG, add_checksum(as_toml(recipe, config)))
         layouts = {f"{general_name(each.name)}: {each.layout or 'whole'}": None for each in parameters}
-        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *layouts, ""]))
+        facts = [f"{name}: {value}" for name, value in (arithmetic or {}).items()]
+        bits = ["", "the bits of the run depend on", *facts] if facts else []
+        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *layouts, *bits, ""]))
         self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
         self._trackers = Trackers(config.track, self._folder, config)
 

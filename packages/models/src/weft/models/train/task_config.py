@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from ..checks import check_above_zero, check_at_least, check_at_most
 from ..config import shown
 
-Reference = Literal["model", "adapters", "precomputed"]
+ReferenceKind = Literal["model", "adapters", "precomputed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +135,12 @@ def check_loss_options(task: str, dpo: DPOConfig, kto: KTOConfig) -> None:
             )
 
 
-def reference_of(config: Any) -> Reference | None:
+def reference_of(config: Any) -> ReferenceKind | None:
     """Where the reference's log-probabilities come from; None for a task without. config: a `TrainConfig`."""
     if config.task not in ("dpo", "kto"):
         return None
     if config.reference is not None:
-        chosen: Reference = config.reference
+        chosen: ReferenceKind = config.reference
         return chosen
     return "adapters" if config.lora.rank and config.reference_from is None else "model"
 

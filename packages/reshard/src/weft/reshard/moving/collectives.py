@@ -22,13 +22,13 @@ from ..planning.layouts import reduce_parts
 from ..world.collective_bytes import count_as, received_bytes, uncounted
 from ..world.exact import exact_axes
 from ..world.folded import FoldedGroup
-from ..world.world import Positions, world
+from ..world.world import Positions, members_by_position, world
 from .tree import Members, tree_sum
 from .waits import wait_for
 
 Running = Generator[dist.Work, None, Tensor]
 # A step of a collective: the group along one or several axes, and its members' positions (a range: in order).
-Phase = tuple[dist.ProcessGroup, Positions]
+CollectivePhase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -87,7 +87,7 @@ def immediate_result(result: Tensor) -> Running:
     yield  # unreachable, but makes the function a generator
 
 
-def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
+def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[CollectivePhase]) -> list[slice]:
     """Cuts a rank's part into pieces, which pass through the phases of a collective as through a pipeline.
 
     While a piece is in a phase, the next piece is in the phase before, and links of different speeds work at once.
@@ -127,17 +127,17 @@ def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
         yield from advance_oldest()
 
 
-def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
+def all_gather(part: Tensor, phases: Sequence[CollectivePhase]) -> Running:
     """All-gathers `part` phase by phase; returns all members' parts by position, the last phase's axis outermost."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
-        part = gathered if isinstance(positions, range) else gathered[_inverse(positions)]
+        part = gathered if isinstance(positions, range) else gathered[members_by_position(positions)]
     return part
 
 
 def gather_pieces(
-    part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice], into: Tensor
+    part: Tensor, phases: Sequence[CollectivePhase], pieces: Sequence[slice], into: Tensor
 ) -> Generator[dist.Work, None, None]:
     """`all_gather` piece by piece, into a tensor with any strides.
 
@@ -202,7 +202,7 @@ def _gather_folded(gathered: Tensor, part: Tensor, group: FoldedGroup) -> None:
             (of_ranks, positions), own = group.group, rows
             rows = own.new_empty((len(positions), *own.shape[1:]))
             wait_for(start_all_gather(rows, own, of_ranks))
-            rows = rows if isinstance(positions, range) else rows[_inverse(positions)]
+            rows = rows if isinstance(positions, range) else rows[members_by_position(positions)]
         return group.in_order(rows)
 
     gathered.view(group.size(), -1).copy_(group.meet(part, gather))
@@ -287,7 +287,7 @@ def _all_reduce_in_tree(
 
 
 def reduce_scatter(
-    stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members] | None = None
+    stacked: Tensor, op: str, phases: Sequence[CollectivePhase], addends: Sequence[Members] | None = None
 ) -> Running:
     """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
 
@@ -304,7 +304,7 @@ def reduce_scatter(
 
 
 def _scatter_pieces(
-    stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members], pieces: Sequence[slice]
+    stacked: Tensor, op: str, phases: Sequence[CollectivePhase], addends: Sequence[Members], pieces: Sequence[slice]
 ) -> Running:
     part = stacked.new_empty(stacked.shape[-1])
 
@@ -315,7 +315,7 @@ def _scatter_pieces(
     return part
 
 
-def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members]) -> Running:
+def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[CollectivePhase], addends: Sequence[Members]) -> Running:
     """`reduce_scatter` by a single collective in each phase.
 
     NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce
@@ -343,10 +343,6 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase], addends: 
             part = reduce_parts("sum" if op == "avg" else op, rows)
         stacked = part.div_(len(positions)) if op == "avg" else part
     return stacked
-
-
-def _inverse(positions: Positions) -> list[int]:
-    return sorted(range(len(positions)), key=positions.__getitem__)
 
 
 def _start_exchange(

@@ -121,6 +121,11 @@ def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     return wrap_with_spec(local, spec)
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def shape_of(dtensor: Tensor) -> tuple[int, ...]:
     """The global shape as ints, also while a graph is traced."""
     return tuple(map(int, dtensor.shape))

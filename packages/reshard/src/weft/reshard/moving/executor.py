@@ -49,8 +49,8 @@ from ..planning.steps import (
 from ..world.exact import exact_axes
 from ..world.groups import device_mesh, group_along, group_of, group_over, this_rank, world_cache
 from .collectives import (
+    CollectivePhase,
     Pending,
-    Phase,
     Running,
     all_gather,
     all_reduce,
@@ -145,7 +145,7 @@ class _PreparedStep(Protocol):
 class _PreparedAllGather:
     """An all-gather. A part is a member's shard; a piece is a range of a part's elements, sent by itself."""
 
-    phases: list[Phase]  # the groups to gather over, in order, with the members' positions
+    phases: list[CollectivePhase]  # the groups to gather over, in order, with the members' positions
     stacking: Stacking  # how the collectives return the parts
     result_shape: tuple[int, ...]  # shape of the result, without padding
 
@@ -170,7 +170,7 @@ class _PreparedAllGather:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedReduceScatter:
-    phases: list[Phase]  # the groups to scatter over, in order, with the members' positions
+    phases: list[CollectivePhase]  # the groups to scatter over, in order, with the members' positions
     addends: list[Members]  # of each phase
     stacking: Stacking  # how the collectives take the parts
     op: str
@@ -299,7 +299,7 @@ class _StepPreparer:
         assert coordinate is not None, "ranks outside the step's mesh run only exchanges"
         return coordinate[axis]
 
-    def _phases(self, step: AllGather | ReduceScatter) -> list[Phase]:
+    def _phases(self, step: AllGather | ReduceScatter) -> list[CollectivePhase]:
         return [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
 
     def _addends(self, step: ReduceScatter) -> list[Members]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Partial, Replicate, Shard
 
-from ..planning.layouts import identity, reduced_axes
+from ..planning.layouts import identity, partial_axes, reduced_axes
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
 from ..planning.steps import AllReduce, MakePartial, ReduceExchange, ReduceScatter, axes_of, layout_after
@@ -50,7 +50,7 @@ def _differs(plan: Plan) -> bool:
     if not _sums_in_tree_order(plan) or any(placement == Partial("avg") for placement in plan.src.placements):
         return True
     new_partial = [
-        axis for axis in _partial_axes(plan.dst) if plan.src.mesh != plan.dst.mesh or axis in _new_partial_axes(plan)
+        axis for axis in partial_axes(plan.dst) if plan.src.mesh != plan.dst.mesh or axis in _new_partial_axes(plan)
     ]
     return (
         bool(new_partial) and _region_axis(plan) is None and any(_makes_partial_of_shards(step) for step in plan.steps)
@@ -69,7 +69,7 @@ def _sums_in_tree_order(plan: Plan) -> bool:
         if not isinstance(step, AllReduce | ReduceScatter | ReduceExchange):
             continue
         if isinstance(step, ReduceExchange):
-            if step.target.mesh != layout.mesh or _partial_axes(step.target):
+            if step.target.mesh != layout.mesh or partial_axes(step.target):
                 return False  # an addend may change its coordinate on an axis that stays Partial
             phases: list[tuple[str, ...]] = [reduced_axes(layout, step.target)]
         else:
@@ -84,15 +84,11 @@ def _sums_in_tree_order(plan: Plan) -> bool:
     return True
 
 
-def _partial_axes(layout: Layout) -> list[str]:
-    return [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Partial)]
-
-
 def _new_partial_axes(plan: Plan) -> list[str]:
     """The axes that are Partial after the plan and not before; after a change of mesh, all Partial axes."""
     if plan.src.mesh != plan.dst.mesh:
-        return _partial_axes(plan.dst)
-    return [axis for axis in _partial_axes(plan.dst) if not isinstance(plan.src[axis], Partial)]
+        return partial_axes(plan.dst)
+    return [axis for axis in partial_axes(plan.dst) if not isinstance(plan.src[axis], Partial)]
 
 
 def _region_axis(plan: Plan) -> str | None:
@@ -141,8 +137,8 @@ class StackedPlan:
         src, dst = plan.src, plan.dst
         self._new_partial = _new_partial_axes(plan)
         self._region = _region_axis(plan)
-        staying = [axis for axis in _partial_axes(dst) if axis not in self._new_partial]
-        reduced = [axis for axis in tree_order(_partial_axes(src)) if axis not in staying]
+        staying = [axis for axis in partial_axes(dst) if axis not in self._new_partial]
+        reduced = [axis for axis in tree_order(partial_axes(src)) if axis not in staying]
         self._op = next((p.op for p in src.placements if isinstance(p, Partial)), "sum")
         self._divisor = 1
         if self._op == "avg":  # divided once, at the end
@@ -219,7 +215,7 @@ class StackedPlan:
         step: ReduceScatter | AllReduce = AllReduce(tuple(axes) if len(axes) > 1 else axes[0], op)
         target = self._reduced_target if self._reduced_target.mesh == layout.mesh else None
         sharded = [axis for axis in axes if target is not None and isinstance(target[axis], Shard)]
-        later = [] if target is None else [target[axis] for axis in _partial_axes(layout) if axis not in axes]
+        later = [] if target is None else [target[axis] for axis in partial_axes(layout) if axis not in axes]
         free_dims = sorted(range(len(shape)), key=lambda dim: Shard(dim) in later)
         after, dims = layout, []
         for axis in (ordered := [*sharded, *(axis for axis in axes if axis not in sharded)]):
@@ -290,7 +286,7 @@ class StackedPlan:
 
 def _with_sums(layout: Layout) -> Layout:
     """The layout with Partial("sum") in place of each Partial."""
-    sums = {axis: Partial() for axis in _partial_axes(layout)}
+    sums = {axis: Partial() for axis in partial_axes(layout)}
     return layout.replace(**sums) if sums else layout
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
-Spec = tuple[tuple[str, ...], ...]
+ShardSpec = tuple[tuple[str, ...], ...]
 
 
 def drop_trivial_axes(layout: Layout) -> Layout:
@@ -21,6 +21,11 @@ def drop_trivial_axes(layout: Layout) -> Layout:
         name: Replicate() for name, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size == 1
     }
     return layout.replace(**trivial) if trivial else layout
+
+
+def partial_axes(layout: Layout) -> list[str]:
+    """The axes on which a tensor of this layout is Partial, in the mesh's order."""
+    return [axis for axis in layout.mesh.axis_names if isinstance(layout[axis], Partial)]
 
 
 def replicate_partials(layout: Layout) -> Layout:
@@ -135,12 +140,12 @@ def reduce_parts(op: str, parts: Tensor) -> Tensor:
             return parts.amax(0)
 
 
-def spec_of(layout: Layout, ndim: int) -> Spec:
+def spec_of(layout: Layout, ndim: int) -> ShardSpec:
     """The spec of a layout, for a tensor of `ndim` dims."""
     return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
 
 
-def moved_axes(src: Spec, dst: Spec) -> set[str]:
+def moved_axes(src: ShardSpec, dst: ShardSpec) -> set[str]:
     """The axes over which an exchange moves data.
 
     In every dim, the axes of either spec, after the first axes that both have in common.
@@ -152,12 +157,12 @@ def moved_axes(src: Spec, dst: Spec) -> set[str]:
     return axes
 
 
-def sharding_axes(spec: Spec) -> set[str]:
+def sharding_axes(spec: ShardSpec) -> set[str]:
     """All axes sharding a dim."""
     return {axis for order in spec for axis in order}
 
 
-def append_axes(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
+def append_axes(spec: ShardSpec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> ShardSpec:
     """`spec` with axes added, each as the minor axis of a dim.
 
     where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.

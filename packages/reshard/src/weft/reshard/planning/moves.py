@@ -23,7 +23,7 @@ from typing import NamedTuple
 from weft.mesh import ProcessMesh
 from weft.mesh.extension import chunk, largest_part
 
-from .layouts import Spec, append_axes, moved_axes, sharding_axes
+from .layouts import ShardSpec, append_axes, moved_axes, sharding_axes
 from .links import Links
 from .steps import (
     AllGather,
@@ -38,7 +38,7 @@ from .steps import (
     Step,
 )
 
-Traffic = dict[str, tuple[int, int]]  # axis -> (messages, elements) received by the busiest rank
+TrafficByAxis = dict[str, tuple[int, int]]  # axis -> (messages, elements) received by the busiest rank
 
 
 class Move(NamedTuple):
@@ -47,8 +47,8 @@ class Move(NamedTuple):
     kind: type[Step]  # class of the step
     axes: tuple[str, ...]  # axes changed by the step; empty for steps that take a target layout, such as Exchange
     dims: tuple[int, ...]  # the dims of these axes; for AllToAll, the dims before and after
-    after: Spec  # spec after the step
-    traffic: Traffic
+    after: ShardSpec  # spec after the step
+    traffic: TrafficByAxis
     apart: tuple[str, ...]  # order of collectives per axis; empty for a single collective
 
 
@@ -65,7 +65,7 @@ class MoveBuilder:
     thorough: bool
     apart: bool  # reduce over several axes by a collective per axis, the fastest axis first
 
-    def slices(self, src: Spec, dst: Spec) -> Way:
+    def slices(self, src: ShardSpec, dst: ShardSpec) -> Way:
         """Slices along the axes which `dst` adds to `src`. In `dst`, each dim's axes begin with the axes in `src`."""
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
@@ -74,7 +74,7 @@ class MoveBuilder:
                 src = way[-1].after
         return way
 
-    def gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
+    def gathers(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
         """Ways to gather the axes which `dst` lacks. In `src`, each dim's axes begin with the axes in `dst`.
 
         First, where shards divide evenly or each dim has one axis to gather: one AllGather of all axes. If thorough,
@@ -99,7 +99,7 @@ class MoveBuilder:
                 src = after
             yield way
 
-    def exchange(self, src: Spec, dst: Spec) -> Move:
+    def exchange(self, src: ShardSpec, dst: ShardSpec) -> Move:
         """A single collective between any two specs.
 
         AllToAll where an axis goes from a dim to another; Permute where each rank's whole part goes to a single rank;
@@ -115,7 +115,7 @@ class MoveBuilder:
         one_to_one = parts and self.sizes.even(src) and moved_axes(src, dst) <= sharding_axes(src) & sharding_axes(dst)
         return self._move(Permute if one_to_one else Exchange, src, dst)
 
-    def reduce(self, spec: Spec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
+    def reduce(self, spec: ShardSpec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
         """A reduce-scatter over `scattered`, then an all-reduce over `all_reduced`.
 
         scattered: axis -> the dim sharded by the axis afterwards.
@@ -136,11 +136,11 @@ class MoveBuilder:
             way.append(self._move(AllReduce, after, after, all_reduced))
         return way
 
-    def reduce_exchange(self, src: Spec, dst: Spec) -> Move:
+    def reduce_exchange(self, src: ShardSpec, dst: ShardSpec) -> Move:
         """A reduction and an exchange in a single collective."""
         return self._move(ReduceExchange, src, dst)
 
-    def _in_one_collective(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
+    def _in_one_collective(self, finer: ShardSpec, coarser: ShardSpec, dims: tuple[int, ...]) -> bool:
         """Whether a single collective may gather from the spec `finer` to `coarser`, or scatter from there to `finer`.
 
         dims: of the axes gathered or scattered. Either each dim has a single axis of these, or all parts have the
@@ -148,7 +148,7 @@ class MoveBuilder:
         """
         return len(set(dims)) == len(dims) or all(self._divides(finer, coarser, dim) for dim in dims)
 
-    def _divides(self, finer: Spec, coarser: Spec, dim: int) -> bool:
+    def _divides(self, finer: ShardSpec, coarser: ShardSpec, dim: int) -> bool:
         """Whether the axes which only `finer` has cut the dim evenly."""
         extra = finer[dim][len(coarser[dim]) :]
         return self.sizes.extent(dim, coarser[dim]) % self.sizes.parts(extra) == 0 and self.sizes.even(coarser)
@@ -156,8 +156,8 @@ class MoveBuilder:
     def _move(
         self,
         kind: type[Step],
-        src: Spec,
-        dst: Spec,
+        src: ShardSpec,
+        dst: ShardSpec,
         axes: tuple[str, ...] = (),
         dims: tuple[int, ...] = (),
         apart: tuple[str, ...] = (),
@@ -189,17 +189,17 @@ class Sizes:
             size = largest_part(size, self.axes[axis])
         return size
 
-    def local(self, spec: Spec) -> int:
+    def local(self, spec: ShardSpec) -> int:
         """Number of elements in the first rank's part."""
         return math.prod(self.extent(dim, axes) for dim, axes in enumerate(spec))
 
-    def even(self, spec: Spec) -> bool:
+    def even(self, spec: ShardSpec) -> bool:
         """Whether all ranks' parts have the size of the first rank's."""
         return all(self.shape[dim] % self.parts(axes) == 0 for dim, axes in enumerate(spec) if axes)
 
     def traffic(
-        self, kind: type[Step], axes: Sequence[str], src: Spec, dst: Spec, apart: Sequence[str] = ()
-    ) -> Traffic:
+        self, kind: type[Step], axes: Sequence[str], src: ShardSpec, dst: ShardSpec, apart: Sequence[str] = ()
+    ) -> TrafficByAxis:
         """Traffic of a step of this kind over `axes`, from spec `src` to spec `dst`, as for `Move`."""
         if kind is AllGather or kind is ReduceScatter:
             part, order = (self.local(src), apart) if kind is AllGather else (self.local(dst), apart[::-1])
@@ -212,7 +212,7 @@ class Sizes:
         # A ReduceExchange sends the messages of its dual, the exchange from `dst` to `src`, backwards.
         return self._exchanged(dst, src) if kind is ReduceExchange else self._exchanged(src, dst)
 
-    def _gathered(self, part: int, axes: Sequence[str]) -> Traffic:
+    def _gathered(self, part: int, axes: Sequence[str]) -> TrafficByAxis:
         """Traffic of a single gather over all axes. part: elements of a rank's part."""
         traffic, reached = {}, 1  # ranks along the faster axes
         for axis in self._fast_first(axes):
@@ -221,7 +221,7 @@ class Sizes:
             reached *= self.axes[axis]
         return traffic
 
-    def _gathered_apart(self, part: int, axes: Sequence[str]) -> Traffic:
+    def _gathered_apart(self, part: int, axes: Sequence[str]) -> TrafficByAxis:
         """Traffic of a gather per axis, in this order. part: elements of a rank's part before the first."""
         traffic = {}
         for axis in axes:
@@ -230,7 +230,7 @@ class Sizes:
             part *= self.axes[axis]
         return traffic
 
-    def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
+    def _exchanged(self, src: ShardSpec, dst: ShardSpec) -> TrafficByAxis:
         """Traffic of an exchange: missing elements come from the nearest holder."""
         part = max(1, self.local(src))
         available, traffic = self.overlap(src, dst), {}
@@ -243,7 +243,7 @@ class Sizes:
                 available = reachable
         return traffic
 
-    def overlap(self, src: Spec, dst: Spec) -> int:
+    def overlap(self, src: ShardSpec, dst: ShardSpec) -> int:
         """Elements needed under `dst` and held under `src`, on the rank with the fewest.
 
         Where in each dim the shorter of the two lists of axes begins the longer list, the last rank has the fewest:
@@ -274,6 +274,6 @@ def sizes_of(mesh: ProcessMesh, shape: tuple[int, ...], topology: Links | None) 
     return Sizes(shape, dict(zip(mesh.axis_names, mesh.shape, strict=True)), names)
 
 
-def total(traffic: Traffic) -> int:
+def total(traffic: TrafficByAxis) -> int:
     """Elements received over all axes."""
     return sum(elements for _, elements in traffic.values())

@@ -1,7 +1,7 @@
 """Search for the cheapest steps between two layouts of a mesh.
 
-A `Spec` lists for each dim the axes sharding the dim, major first. `Task` states a search: the spec to start from,
-the spec to reach, and the axes to reduce in between. `Candidates` lists the ways to try, each a list of moves
+A `ShardSpec` lists for each dim the axes sharding the dim, major first. `SearchTask` states a search: the spec to start
+from, the spec to reach, and the axes to reduce in between. `Candidates` lists the ways to try, each a list of moves
 (moves.py). `cheapest` prices the ways, and turns the best way into steps.
 
 The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
@@ -18,7 +18,7 @@ from itertools import islice, product
 
 from weft.mesh import Layout, Partial, Placement, Replicate, Shard
 
-from .layouts import Spec, append_axes, moved_axes, sharding_axes, spec_of
+from .layouts import ShardSpec, append_axes, moved_axes, sharding_axes, spec_of
 from .links import Links
 from .moves import Move, MoveBuilder, Sizes, Way, sizes_of, total
 from .steps import AllGather, AllReduce, AllToAll, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
@@ -43,7 +43,7 @@ def cheapest(
     fits: whether steps are acceptable, as within a memory limit; by default all are.
     The layouts must have passed `layouts.check_reductions`.
     """
-    task = Task.between(src, dst, tuple(shape), topology)
+    task = SearchTask.between(src, dst, tuple(shape), topology)
     if fits is None and topology is None:
         return _steps(_of_fewest_elements(task), task)
 
@@ -59,7 +59,7 @@ def cheapest(
     return None
 
 
-def _of_fewest_elements(task: Task) -> Way:
+def _of_fewest_elements(task: SearchTask) -> Way:
     """The way with the fewest elements received, then the fewest transfers."""
     bound, best = task.least_received(), None
     for way in Candidates(task, MoveBuilder(task.sizes, thorough=False, apart=False)):
@@ -82,7 +82,7 @@ def _seconds(move: Move, itemsize: int, topology: Links) -> float:
     return topology.seconds({axis: (n, elements * itemsize) for axis, (n, elements) in move.traffic.items()})
 
 
-def _steps(way: Way, task: Task) -> tuple[Step, ...]:
+def _steps(way: Way, task: SearchTask) -> tuple[Step, ...]:
     """The steps of a way, with their layouts."""
     mesh, unreduced = task.src.mesh, set(task.to_reduce)
     src_partials = {axis: task.src[axis] for axis in mesh.axis_names if isinstance(task.src[axis], Partial)}
@@ -112,20 +112,20 @@ def _steps(way: Way, task: Task) -> tuple[Step, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SearchTask:
     """A change between two layouts of a mesh, in specs and sizes. Made by `Task.between`."""
 
     src: Layout
     sizes: Sizes
-    start: Spec  # the spec of `src`
-    end: Spec  # the spec to reach, before the final steps
+    start: ShardSpec  # the spec of `src`
+    end: ShardSpec  # the spec to reach, before the final steps
     to_reduce: tuple[str, ...]  # axes that are Partial in `src` and not at the end
     op: str  # the op of the Partial axes, as "sum"
     replicated: tuple[str, ...]  # axes of two or more ranks on which `src` replicates
     final_steps: tuple[MakePartial, ...]  # local steps that make axes Partial, after the search's moves
 
     @classmethod
-    def between(cls, src: Layout, dst: Layout, shape: tuple[int, ...], topology: Links | None) -> Task:
+    def between(cls, src: Layout, dst: Layout, shape: tuple[int, ...], topology: Links | None) -> SearchTask:
         """The task of going from `src` to `dst`, layouts of the same mesh."""
         sizes, start, end = sizes_of(src.mesh, shape, topology), spec_of(src, len(shape)), spec_of(dst, len(shape))
         triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
@@ -165,8 +165,8 @@ class Task:
 
 
 def _with_partials(
-    start: Spec, end: Spec, partials: Sequence[tuple[str, Placement, Partial]]
-) -> tuple[Spec, tuple[MakePartial, ...]]:
+    start: ShardSpec, end: ShardSpec, partials: Sequence[tuple[str, Placement, Partial]]
+) -> tuple[ShardSpec, tuple[MakePartial, ...]]:
     """The spec which the search has to reach, and the MakePartial steps afterwards.
 
     end: the target's spec. partials: (axis, placement in the source, Partial) of every axis which becomes Partial.
@@ -188,7 +188,7 @@ def _with_partials(
 class Candidates:
     """All ways worth pricing for a task. Of equally cheap ways, `cheapest` takes the first."""
 
-    task: Task
+    task: SearchTask
     moves: MoveBuilder
 
     def __iter__(self) -> Iterator[Way]:
@@ -197,7 +197,7 @@ class Candidates:
         else:
             yield from self._ways_between(self.task.start, self.task.end)
 
-    def _ways_between(self, src: Spec, dst: Spec) -> Iterator[Way]:
+    def _ways_between(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
         """Ways without a reduction: slices and gathers, an exchange alone, or slices, an exchange and gathers."""
         if src == dst:
             yield []
@@ -210,7 +210,7 @@ class Candidates:
                     exchange = [] if before == after else [self.moves.exchange(before, after)]
                     yield self.moves.slices(src, before) + exchange + gathers
 
-    def _slices_and_gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
+    def _slices_and_gathers(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
         """Slices, then gathers; only where in every dim the shorter of the two lists of axes begins the longer list."""
         longest = []
         for a, b in zip(src, dst, strict=True):
@@ -223,7 +223,7 @@ class Candidates:
             for gathers in self.moves.gathers(sliced, dst):
                 yield self.moves.slices(src, sliced) + gathers
 
-    def _specs_around_exchange(self, src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec]]:
+    def _specs_around_exchange(self, src: ShardSpec, dst: ShardSpec) -> Iterator[tuple[ShardSpec, ShardSpec]]:
         """Pairs of specs, before and after an exchange.
 
         Slices lead from `src` to the first spec, gathers from the second spec to `dst`.
@@ -310,6 +310,6 @@ class Candidates:
         )
         return ranked if self.moves.thorough else ranked[:1]
 
-    def _reductions(self, spec: Spec, scattered: Mapping[str, int]) -> Way:
+    def _reductions(self, spec: ShardSpec, scattered: Mapping[str, int]) -> Way:
         """The moves which reduce all axes to reduce. scattered: axis -> dim; the remaining axes are all-reduced."""
         return self.moves.reduce(spec, scattered, tuple(a for a in self.task.to_reduce if a not in scattered))

@@ -9,7 +9,7 @@ from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
 from .layouts import drop_trivial_axes, dual_layout
 
-Axis = str | tuple[str, ...]
+AxisOrAxes = str | tuple[str, ...]
 Dim = int | tuple[int, ...]
 
 
@@ -22,7 +22,7 @@ class AllGather:
     apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     """
 
-    axis: Axis
+    axis: AxisOrAxes
     dim: Dim
     apart: tuple[str, ...] = ()
 
@@ -31,7 +31,7 @@ class AllGather:
 class AllReduce:
     """Partial(op) -> Replicate, over an axis or over several axes in a single collective."""
 
-    axis: Axis
+    axis: AxisOrAxes
     op: str = "sum"
 
 
@@ -42,7 +42,7 @@ class ReduceScatter:
     apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     """
 
-    axis: Axis
+    axis: AxisOrAxes
     dim: Dim
     op: str = "sum"
     apart: tuple[str, ...] = ()

@@ -35,12 +35,12 @@ from .shared_memory import sum_parts
 Owner = TypeVar("Owner")  # the owner of a gradient in a bucket: GradientSync's `Leaf`
 
 # Called with each tensor newly held by a bucket: a waiting gradient, or the flat tensor of a reduction.
-Listener = Callable[[Sequence[Tensor]], None]
-_listeners: list[Listener] = []  # empty, or a single listener
+BufferListener = Callable[[Sequence[Tensor]], None]
+_listeners: list[BufferListener] = []  # empty, or a single listener
 
 
 @contextmanager
-def observing_buckets(listener: Listener) -> Iterator[None]:
+def observing_buckets(listener: BufferListener) -> Iterator[None]:
     """Inside, in this process, the listener is called with the tensors of every bucket; for tools to count memory.
 
     Contexts must not be nested, nor run in several threads.
@@ -53,7 +53,7 @@ def observing_buckets(listener: Listener) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class GradientReduction:
     """How a gradient reaches the target layout: a reduce-scatter over some axes, then an all-reduce over the rest."""
 
     scatter: ReduceScatter  # over no axes where nothing is scattered
@@ -69,7 +69,7 @@ class Reduction:
 
 
 @lru_cache(maxsize=65536)
-def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
+def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> GradientReduction | None:
     """The Reduction from a gradient's layout to the target.
 
     None where a reduce-scatter and an all-reduce do not suffice, as between different meshes, or where several axes cut
@@ -89,7 +89,7 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
     dims = tuple(placement.dim for placement in cut.values())
     if len(set(dims)) < len(dims) and any(shape[dim] % dst.parts(dim) for dim in dims):
         return None  # uneven parts of several axes: a collective for each axis
-    return Reduction(ReduceScatter(tuple(cut), dims), all_reduced)
+    return GradientReduction(ReduceScatter(tuple(cut), dims), all_reduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class AddendOrder:
     pending: Addends = NO_ADDENDS
 
     @classmethod
-    def of(cls, addends: Addends, layout: Layout, target: Layout, reduction: Reduction) -> AddendOrder | None:
+    def of(cls, addends: Addends, layout: Layout, target: Layout, reduction: GradientReduction) -> AddendOrder | None:
         """The order inside `exact_sums`; None where the Reduction's collectives cannot keep the tree's order.
 
         layout: of the gradient. addends: the gradient's stacked addends.
@@ -133,7 +133,7 @@ class AddendOrder:
 class Route:
     """How a parameter's gradients in a given layout reach the target layout. A Leaf caches the last Route."""
 
-    reduction: Reduction
+    reduction: GradientReduction
     shape: tuple[int, ...]  # global, of the gradient
     key: Hashable  # equal for gradients in the same bucket
     nbytes: int  # bytes of the gradient on the first rank of the mesh

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Partial, ProcessMesh, Shard
 from weft.mesh.extension import parts_of_axes
 
-from ..moving.dtensor import as_process_mesh, layout_of
+from ..moving.dtensor import as_process_mesh, layout_of, local_of
 from ..moving.waits import wait_for
 from ..world.exact import marked_axes
 from ..world.groups import device_mesh, device_type, group_of, group_over, this_rank
@@ -79,7 +79,7 @@ def clip_grad_norm_(
     quotient = (max_norm / norm).nan_to_num(0.0)  # 0 for 0 / 0; torch adds 1e-6 to the norm instead
     scale = torch.where(norm.isfinite(), quotient.clamp(max=1), 1)
     if gradients:
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+        torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
     return norm
 
 
@@ -126,7 +126,7 @@ def _counted_part(gradient: Tensor, counts_plain: bool, *, splits: bool) -> Tens
         if not isinstance(layout[axis], Shard):
             size = layout.mesh.axis_size(axis)
             part, parts = part * size + index, parts * size
-    local = _local(gradient)
+    local = local_of(gradient)
     if splits and parts > 1 and local.ndim:
         rows = local.shape[0]
         return local[rows * part // parts : rows * (part + 1) // parts]
@@ -151,7 +151,3 @@ def _norm(
         op = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
         wait_for(dist.all_reduce(total, op, group=group, async_op=True))
     return total if takes_maximum else total ** (1 / norm_type)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -37,7 +37,7 @@ def check_exact_step(optimizer: Optimizer) -> None:
 
 
 def _rounds_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a step of a group adds no scaled two-byte tensor. A fused step does so in whole vectors."""
+    """Whether a group's step rounds all elements alike: a fused step, or a step that adds no scaled tensor."""
     if isinstance(optimizer, _BY_ADD):
         return False
     return bool(group.get("fused") or group.get("decoupled_weight_decay") or not group["weight_decay"])

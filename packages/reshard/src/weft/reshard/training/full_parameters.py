@@ -111,7 +111,7 @@ class FullParameter:
         if self._storage.nbytes() != self._nbytes:  # resize_ copies the values, even to the same size
             self._storage.resize_(self._nbytes)
 
-    def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keep_after_call: bool) -> None:
+    def mark_filled(self, state: object, pass_number: int, *, keep_after_call: bool) -> None:
         """Records that the buffer holds the shard's values.
 
         keep_after_call: keep the buffer after this call, even without `keep_between_calls`.

@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PresenceMessage:
     """A rank's message about a round (send_order.py): which gradients the rank has."""
 
     round: int  # number of the round
@@ -66,7 +66,7 @@ class GradientPresence:
         self._leaves, self._round = leaves, 0
         self._published_early = False
         self._last_text: tuple[object, str] = ((), "")  # a part of the last message: content and text
-        self._received: dict[int, Message] = {}  # by rank, this round's messages
+        self._received: dict[int, PresenceMessage] = {}  # by rank, this round's messages
         self._gather_order = 0  # of this rank, in this round
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
@@ -94,7 +94,7 @@ class GradientPresence:
         gather_order: int,
         reads: bool,
     ) -> None:
-        """Publishes, at the end of a round, which gradients this rank has. The arguments are fields of Message."""
+        """Publishes, at the end of a round, which gradients this rank has. Arguments: fields of PresenceMessage."""
         self._received.clear()
         self._gather_order = gather_order
         if self.has_peers:
@@ -139,7 +139,7 @@ class GradientPresence:
         """
         return self._wait_until(mesh, lambda message: message.sent.includes(position))
 
-    def peer_messages(self, leaf: Leaf) -> dict[int, Message]:
+    def peer_messages(self, leaf: Leaf) -> dict[int, PresenceMessage]:
         """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
         self._wait_until(leaf.mesh, lambda message: None)
         return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
@@ -154,7 +154,7 @@ class GradientPresence:
             self._last_text = content, body
         self._world.publish(self._key(this_rank()), f"{header} {sent.position} {self._last_text[1]}".encode())
 
-    def _wait_until(self, mesh: ProcessMesh, read: Callable[[Message], Result | None]) -> Result | None:
+    def _wait_until(self, mesh: ProcessMesh, read: Callable[[PresenceMessage], Result | None]) -> Result | None:
         """Calls `read` on the messages of the mesh's ranks as messages come, until a result is not None; returns it.
 
         Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
@@ -200,7 +200,7 @@ class GradientPresence:
                 self._received[rank] = message
         return any_new
 
-    def _parse(self, text: str) -> Message:
+    def _parse(self, text: str) -> PresenceMessage:
         number, done, reads, turns, gather_order, position, body = text.split(" ", 6)
         forms, form_indices, more, skipped = json.loads(body)
         leaf_forms = tuple(
@@ -209,7 +209,7 @@ class GradientPresence:
         )
         sent = Sent(int(position), frozenset(skipped))
         more = {int(i): total for i, total in more.items()}
-        return Message(
+        return PresenceMessage(
             round=int(number),
             done=done == "1",
             reads=reads == "1",

@@ -25,7 +25,7 @@ from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets
 from .gradient_presence import GradientPresence
 from .hooks import weak_hook
-from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of
+from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, copy_of_stacked, grad_of
 from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
 
@@ -228,9 +228,7 @@ class GradientSync:
             grad_in_target = grad_of(parameter)  # a gradient that was in the target layout from the start
             if grad_in_target is not None:
                 leaf.add_reduced(grad_in_target)
-            reduced_grad, leaf.reduced_grad = leaf.reduced_grad, None
-            dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None takes any dtype
-            parameter.grad = reduced_grad if dtype in (None, reduced_grad.dtype) else cast_grad(reduced_grad, dtype)
+            parameter.grad, leaf.reduced_grad = leaf.reduced_grad, None
             reduced_leaves.append(leaf)
         self._unsynchronized = False
         if is_last:
@@ -295,8 +293,9 @@ class GradientSync:
         self._order.send_ready(leaf, self._buckets, paused=self._paused)
 
     def _before_gather(self) -> None:
-        """Called in backward before a gather. Sends zeros for gradients that this pass has not given, and will not:
-        the sums after a missing gradient would else come in `wait()`, after gathers before which peers send them.
+        """Called in backward before a gather. Sends zeros for gradients that this pass will not give.
+
+        Otherwise this rank would start sums in `wait()` which peers, with all gradients, start before the gather.
         """
 
         def is_over(leaf: Leaf) -> bool:

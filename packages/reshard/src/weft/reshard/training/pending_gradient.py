@@ -222,15 +222,16 @@ class Leaf:
         self.accumulator.grad = None
 
     def add_reduced(self, grad: DTensor) -> None:
-        """Adds a gradient in the target layout to `reduced_grad`.
+        """Adds a gradient in the target layout to `reduced_grad`, in the dtype of the parameter's gradient.
 
-        Of a leaf that keeps passes, the first is added to the gradient of earlier rounds: a round of several passes
-        adds them in the same order as rounds of one pass.
+        The ranks may have summed in another dtype. Of a leaf that keeps passes, the first is added to the gradient of
+        earlier rounds: a round of several passes adds them in the same order as rounds of one pass.
         """
         if self.reduced_grad is None and self.keeps_passes:
             self.reduced_grad = self.earlier_grad = grad_of(self.parameter)
             self.put_placeholder()
-        self.reduced_grad = sum_of(self.reduced_grad, grad)
+        dtype = getattr(self.parameter, "grad_dtype", self.parameter.dtype)  # None takes any dtype
+        self.reduced_grad = sum_of(self.reduced_grad, grad if dtype in (None, grad.dtype) else cast_grad(grad, dtype))
 
     @property
     def has_only_our_hooks(self) -> bool:

@@ -93,7 +93,7 @@ class SendOrder:
         return self.expected[self._next :] if not self.turn else ()
 
     def further_positions(self) -> Iterator[tuple[int, Leaf]]:
-        """Without end, the positions after the first turn that were not sent in backward, with their leaves."""
+        """The positions after the first turn that were not sent in backward, with their leaves; never ends."""
         start = self.sent.position
         for turn in itertools.count(max(self.turn, 1)):
             for leaf in self.expected:
@@ -102,7 +102,9 @@ class SendOrder:
                     yield position, leaf
 
     def is_usual(self, *, paused: bool) -> bool:
-        """Whether this rank had as many turns as in the last such round, each with all expected gradients."""
+        """Whether this rank had as many turns as in the last round with the same `paused`, all with every expected
+        gradient.
+        """
         if not self.sends_every_pass:
             return True
         whole_turns = not self.turn or self._next in (0, len(self.expected))
@@ -110,7 +112,7 @@ class SendOrder:
 
     @property
     def own_turns(self) -> int:
-        """The largest number of gradients of a leaf on this rank."""
+        """This rank's number of turns: the most gradients that a leaf has."""
         return max((leaf.num_grads for leaf in self.leaves), default=0)
 
     def end_round(self, leaf_forms: Sequence[Forms], turns: int, *, paused: bool) -> None:

@@ -122,7 +122,7 @@ def separate_use(module: nn.Module, name: str) -> None:
 class UsesOfStep:
     """The separate uses in a module, and the states of their gradients. A part of GradientSync.
 
-    full_copies: by sharded parameter. axes: over which gradients are sharded, too. sync: the GradientSync.
+    full_copies: of each sharded parameter. sync: the GradientSync. axes: as `shard_over` of the GradientSync.
     """
 
     def __init__(

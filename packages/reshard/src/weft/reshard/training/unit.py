@@ -266,8 +266,8 @@ class Unit:
         for _, full, _ in fills:
             full.allocate()
         gathers.finish()
-        for shard, full, state in fills:
-            full.mark_filled(shard, state, pass_number, keep_after_call=self.model_gathering.keep_gathered_blocks > 0)
+        for _, full, state in fills:
+            full.mark_filled(state, pass_number, keep_after_call=self.model_gathering.keep_gathered_blocks > 0)
 
     def _release(self) -> None:
         """Swaps the shards back in, unless forward or backward of the module runs. Then frees unused full copies.

@@ -59,7 +59,7 @@ def _as_concrete(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
-_unregistered: list[Callable[[], Any]] = []  # tell Dynamo of functions that Dynamo does not know yet
+_unregistered: list[Callable[[], Any]] = []  # each tells Dynamo of a function; not called yet
 
 
 def in_graph(function: Function) -> Function:

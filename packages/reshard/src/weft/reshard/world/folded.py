@@ -26,7 +26,8 @@ from .exact import exact_axes, folds
 from .world import Positions
 
 Result = TypeVar("Result")
-Index = tuple[int, ...]  # a coordinate of a rank: for each axis of `Fold.axes`, a number below the fold
+# Which of the coordinates that a rank stands for: a number below the fold, for each axis of `Fold.axes`.
+FoldIndex = tuple[int, ...]
 
 
 class Fold:
@@ -55,11 +56,11 @@ class Fold:
         """The fold of an axis of `mesh`: how many named coordinates a coordinate along the axis stands for."""
         return self._folds[axis]
 
-    def indices(self, axes: Sequence[str]) -> Iterator[Index]:
+    def indices(self, axes: Sequence[str]) -> Iterator[FoldIndex]:
         """The indices of a rank's coordinates, row-major: all numbers on the folded axes in `axes`, 0 on the rest."""
         return product(*(range(self._folds[axis] if axis in axes else 1) for axis in self.axes))
 
-    def rank(self, rank: int, index: Index) -> int:
+    def rank(self, rank: int, index: FoldIndex) -> int:
         """The named mesh's rank at the coordinate `index` of `rank`, a rank of `mesh`."""
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None, "ranks outside the mesh stand for no coordinates"
@@ -96,7 +97,7 @@ class FoldedMesh:
     communicates: False, until the op asks for a group along a folded axis; the op's runs must then take turns.
     """
 
-    def __init__(self, mesh: DeviceMesh, fold: Fold, index: Index) -> None:
+    def __init__(self, mesh: DeviceMesh, fold: Fold, index: FoldIndex) -> None:
         self.mesh, self.fold, self.index = mesh, fold, index
         self.communicates = False
 
@@ -125,7 +126,7 @@ class FoldedGroup:
     """
 
     def __init__(
-        self, group: tuple[dist.ProcessGroup, Positions] | None, axes: tuple[str, ...], fold: Fold, index: Index
+        self, group: tuple[dist.ProcessGroup, Positions] | None, axes: tuple[str, ...], fold: Fold, index: FoldIndex
     ) -> None:
         self.group, self._fold = group, fold
         self._ranks_by_axis = tuple(fold.mesh.axis_size(axis) for axis in axes)
@@ -161,10 +162,10 @@ class FoldedGroup:
 
 
 class _ThreadTurns(threading.local):
-    """The function that this thread runs for `run_in_turn`; the defaults on all threads outside."""
+    """What this thread does for `run_in_turn`; a thread outside of `run_in_turn` has the defaults."""
 
-    turns: _Turns | None = None
-    number = 0  # of the function
+    turns: _Turns | None = None  # of the call of `run_in_turn`
+    number = 0  # of the function that this thread runs
 
 
 _current = _ThreadTurns()
@@ -195,7 +196,7 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
 class _Turns:
     """Threads, numbered from 0, of which a single thread has the turn to run. See `run_in_turn`.
 
-    A meeting is one call of `FoldedGroup.meet` by each member of a group. Identified by the group's key, and by the
+    A meeting is one call of `FoldedGroup.meet` by each member of a group. A meeting's key: the group's key, and the
     number of the group's earlier meetings.
     """
 
@@ -204,7 +205,7 @@ class _Turns:
         self._locks = [threading.Lock() for _ in range(count)]  # by thread: released to give the thread the turn
         self._waiting: dict[int, Any] = {}  # by thread: the meeting at which the thread waits
         self._ended: set[int] = set()
-        self._meetings: dict[Any, dict[Index, Tensor]] = {}  # by meeting, then by member: the tensor given
+        self._meetings: dict[Any, dict[FoldIndex, Tensor]] = {}  # by meeting, then by member: the tensor given
         self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: the result, and how many members lack it
         self._rounds: dict[Any, int] = {}  # by group's key and member: the number of the member's meetings
         self._errors: dict[int, BaseException] = {}
@@ -244,8 +245,8 @@ class _Turns:
     def meet(
         self,
         key: Any,
-        place: Index,
-        members: Sequence[Index],
+        place: FoldIndex,
+        members: Sequence[FoldIndex],
         tensor: Tensor,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:

@@ -210,6 +210,11 @@ class _Members:
 Positions = Sequence[int]
 
 
+def members_by_position(positions: Positions) -> list[int]:
+    """The members, as numbers in the order of the group's ranks, sorted by position."""
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
 class World(Protocol):
     """The communicating ranks, as this rank sees them. `world()` returns the current World.
 

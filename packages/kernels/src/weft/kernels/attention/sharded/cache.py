@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 from weft.reshard.extension import wrap
 
+from ...dispatch.arguments import described, is_int
+
 
 class KeyValueCache:
     """The keys and values of one layer's past tokens, read and extended by `attention(..., cache=cache)`.
@@ -20,8 +22,8 @@ class KeyValueCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"KeyValueCache: capacity is {capacity}; give a number of tokens, 1 or more")
+        if not (is_int(capacity) and capacity >= 1):
+            raise ValueError(f"KeyValueCache: capacity is {described(capacity)}; give a number of tokens, 1 or more")
         self.capacity, self.length = capacity, 0
         self._tensors: tuple[Tensor, Tensor] | None = None
 

@@ -12,10 +12,10 @@ from weft.reshard.extension import between_graphs
 
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, infer_gradient_layouts
-from ...dispatch.sharded.rules import check_heads
-from ...dropout.sharded import check_dropout
+from ...dispatch.sharded.rules import Layouts, check_heads
+from ...dropout.sharded import check_probability, checked_key
 from .. import exchanged
-from .layout_rule import Layouts, keys_sharded_as_query
+from .layout_rule import keys_sharded_as_query
 from .op import check_scores
 
 OPERANDS = ("the query", "the key", "the value", "the sinks")
@@ -47,9 +47,10 @@ def attention_to_received(
     Raises LayoutError as `attention`.
     """
     check_scores(query, head_dim, scale, softcap, sinks)
+    check_probability("attention", "dropout", dropout)
     options: dict[str, Any] = {"head_dim": head_dim, "scale": head_dim**-0.5 if scale is None else scale}
     options["softcap"] = softcap
-    operand, number = check_dropout("attention", "dropout", dropout, dropout_key) if dropout else (None, 0)
+    operand, number = checked_key("attention", dropout_key) if dropout else (None, 0)
     options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
     return apply(TO_RECEIVED, query, key, value, operand, sinks, received=received, **options)
 

@@ -11,11 +11,10 @@ from weft.mesh import Layout, Replicate, Shard
 from weft.mesh.extension import terms
 
 from ...dispatch.sharded import Shapes, Sharding, infer_gradient_layouts
-from ...dispatch.sharded.rules import check_heads
+from ...dispatch.sharded.rules import Layouts, check_heads
 from ...dispatch.token_order import runs_within
 from ...random.part import Part
 
-Layouts = tuple[Layout | None, ...]
 CACHED = ("the cached keys", "the cached values")
 BOUNDS = "z"  # the index of start and stop in documents given as bounds
 

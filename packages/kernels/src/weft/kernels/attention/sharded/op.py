@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, infer
 from weft.reshard.extension import exact_axes
 
+from ...dispatch.arguments import check_tensors, described, holds_ints, is_int, is_number
 from ...dispatch.backend import WIDE, runs_natively
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 from ...dispatch.token_order import checked_order
-from ...dropout.sharded import check_dropout
+from ...dropout.sharded import check_probability, checked_key
 from .. import function, plain, ranges
 from ..plain import is_kernel_faster
 from .cache import KeyValueCache
@@ -24,7 +24,8 @@ from .layout_rule import cache_rule, rule
 
 MOST_HEAD_DIM = 256  # the kernels hold a tile of whole heads
 MOST_WINDOW = 2**31 - 1  # places are 32-bit numbers; a window of as many keys as there are is no window
-MOST_SOFTCAP = 1e38  # of float32
+LEAST, MOST = 1e-18, 1e18  # of scale and softcap: the kernels divide scale by softcap in float32
+GIVE = f"give a number from {LEAST} to {MOST}, or None"
 
 
 @autocasts("attention")
@@ -81,11 +82,16 @@ def attention(
     document which ends and comes back, and bounds which no document has, where the host can read these; RuntimeError
     for a cache where gradients are recorded.
     """
+    check_tensors("attention", query=query, key=key, value=value)
+    if documents is not None:
+        check_tensors("attention", documents=documents)
+    if sinks is not None:
+        check_tensors("attention", sinks=sinks)
+    if cache is not None and not isinstance(cache, KeyValueCache):
+        raise ValueError(f"attention: cache is {described(cache)}; give a KeyValueCache")
+    if type(causal) is not bool:
+        raise ValueError(f"attention: causal is {described(causal)}; give True or False")
     _check(query, key, value, head_dim, causal and cache is None)
-    if documents is not None and not isinstance(documents, Tensor):
-        raise ValueError(
-            f"attention takes documents as a tensor, got {type(documents).__name__}; give torch.tensor(ids)"
-        )
     check_devices("attention", query, key, value, documents, sinks)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
@@ -95,6 +101,7 @@ def attention(
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
     check_scores(query, head_dim, scale, softcap, sinks)
+    check_probability("attention", "dropout", dropout)
     window = None if window is None else min(window, MOST_WINDOW)
     options: dict[str, Any] = {
         "head_dim": head_dim, "causal": causal, "scale": scale, "window": window, "softcap": softcap
@@ -119,7 +126,7 @@ def attention(
             raise ValueError(
                 f'attention has dropout={dropout} and no dropout_key; give derive_key(seed, "dropout", step)'
             )
-        operand, number = check_dropout("attention", "dropout", dropout, dropout_key)
+        operand, number = checked_key("attention", dropout_key)
         options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
     if order is not None:
         if query.shape[-2] != S:
@@ -131,12 +138,14 @@ def attention(
 
 
 def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) -> bool:
-    """Whether a plain call runs torch's function: on a GPU, unless the table measured Weft's kernels as faster.
+    """Whether a plain call runs torch's function: on a GPU, where torch's is fused and was not measured as slower.
 
     The table has causal calls with as many queries as keys. False for a query sharded on the tokens, because a causal
     call is then not plain on each rank, and inside `exact_sums`.
     """
     if not query.is_cuda or exact_axes() is not None:  # `exact_sums` runs an op for each coordinate, by Weft's backward
+        return False
+    if not plain.is_fused_on_gpu(query.dtype, head_dim):
         return False
     if isinstance(query, DTensor) and any(each.is_shard(query.ndim - 2) for each in query.placements):
         return False
@@ -148,8 +157,8 @@ def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) ->
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
     """Raises ValueError for mismatched shapes of query, key and value."""
     of_query, of_key = query.shape, key.shape
-    if isinstance(head_dim, bool | float) or not 1 <= head_dim <= MOST_HEAD_DIM:
-        raise ValueError(f"attention: head_dim is {head_dim}; give the size of a head, 1 to {MOST_HEAD_DIM}")
+    if not (is_int(head_dim) and 1 <= head_dim <= MOST_HEAD_DIM):
+        raise ValueError(f"attention: head_dim is {described(head_dim)}; give the size of a head, 1 to {MOST_HEAD_DIM}")
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
     if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:
         raise ValueError(
@@ -167,14 +176,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: boo
 def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documents: Tensor | None) -> None:
     """Raises ValueError for a window or documents which do not fit the query and the S keys."""
     T = query.shape[-2]
-    if window is not None and (isinstance(window, bool | float) or window < 1):
-        raise ValueError(f"attention: window is {window}; give how many keys a query sees, 1 or more")
+    if window is not None and not (is_int(window) and window >= 1):
+        raise ValueError(f"attention: window is {described(window)}; give how many keys a query sees, 1 or more")
     if window is not None and not causal:
         raise ValueError(f"attention: a window of {window} needs causal=True; leave window out")
     if documents is None:
         return
     ids = (*query.shape[:-2], S)
-    if documents.shape not in (ids, (*ids, 2)) or documents.is_floating_point() or documents.is_complex():
+    if not (documents.shape == ids or documents.shape == (*ids, 2)) or not holds_ints(documents):
         raise ValueError(
             f"attention takes documents [..., {S}] of ints, one for each key, or their bounds [..., {S}, 2], got "
             f"{tuple(documents.shape)} of {documents.dtype} beside a query of {tuple(query.shape)}"
@@ -186,11 +195,12 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
 def check_scores(
     query: Tensor, head_dim: int, scale: float | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    """Raises ValueError for a scale or softcap which is no number above 0, and for sinks which do not fit the query."""
-    if scale is not None and not 0 < scale < math.inf:  # torch's fused attention masks before it scales
-        raise ValueError(f"attention: scale is {scale}; give a number above 0, or None, and negate the query instead")
-    if softcap is not None and not 0 < softcap <= MOST_SOFTCAP:
-        raise ValueError(f"attention: softcap is {softcap}; give a number above 0 and up to {MOST_SOFTCAP}, or None")
+    """Raises ValueError for a scale or softcap out of range, and for sinks which do not fit the query."""
+    if scale is not None and not (is_number(scale) and LEAST <= scale <= MOST):
+        # Not below 0 either: torch's fused attention masks before it scales.
+        raise ValueError(f"attention: scale is {described(scale)}; {GIVE}; a query may be negated instead")
+    if softcap is not None and not (is_number(softcap) and LEAST <= softcap <= MOST):
+        raise ValueError(f"attention: softcap is {described(softcap)}; {GIVE}")
     heads = query.shape[-1] // head_dim
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in WIDE):
         raise ValueError(
@@ -228,7 +238,8 @@ def document_bounds(documents: Tensor) -> Tensor:
     Raises LayoutError for further layouts; ValueError for ids which are no ints, and for a document which ends and
     comes back, where the host can read the ids.
     """
-    if not documents.ndim or documents.is_floating_point() or documents.is_complex():
+    check_tensors("document_bounds", documents=documents)
+    if not documents.ndim or not holds_ints(documents):
         raise ValueError(
             f"document_bounds takes ids [..., S] of ints, got {tuple(documents.shape)} of {documents.dtype}; give each "
             f"token the number of its document"

@@ -26,7 +26,7 @@ __all__ = ["apply_custom_op", "compute_denominator", "shard_of"]  # importing th
 
 # Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty, and the denominator is empty
 # if given by the caller.
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+LossResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
@@ -74,7 +74,9 @@ def apply_custom_op(
     mutates_args=(),
     schema=f"({TENSORS}, {SHARD_SCHEMA}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
+def forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any
+) -> LossResults:
     shard, options = parse_with_lse(flat)
     (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
@@ -98,7 +100,7 @@ def _gather(
     denominator: Tensor | None,
     shard: VocabShard,
     options: Options,
-) -> function.Gather | None:
+) -> function.StartGather | None:
     gather = VocabGather.from_names(shard.groups)
     if gather is None or shard.vocab_size is None or not shard.checked:
         return gather
@@ -113,7 +115,7 @@ def _gather(
 
 
 @forward.register_fake
-def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> LossResults:
     shard, options = parse_with_lse(flat)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     has_own_denominator = options.reduction == "mean" and denominator is None
@@ -158,7 +160,7 @@ def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *arguments: 
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: LossResults) -> None:
     logits, target, weight, denominator, *ctx.flat = inputs
     *_, own_denominator, statistics = output
     ctx.save_for_backward(
@@ -192,7 +194,7 @@ def parse_shard_and_options(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
     return VocabShard(*flat[:fields]), Options.of_flat(*flat[fields:])
 
 
-def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Results:
+def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> LossResults:
     logits, target, weight, denominator, *flat = args
     _, options = parse_with_lse(flat)
     operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)

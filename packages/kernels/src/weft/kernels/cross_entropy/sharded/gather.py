@@ -73,7 +73,7 @@ class TokenAllReduce(_GroupCollective):
 
 @dataclass(frozen=True, slots=True)
 class CheckedGather:
-    """A `Gather` over one group that also checks the ranks, by two more rows of statistics from each rank.
+    """A `StartGather` over one group that also checks the ranks, by two more rows of statistics from each rank.
 
     Raises ValueError if another rank has failed, or if the ranks' classes do not fit together. Where `check_gathered`
     skips this check on a GPU, the statistics become NaN instead, if the ranks do not fit.

@@ -32,9 +32,7 @@ from weft.reshard.extension import (
 from ..backend import is_compiling
 from ..op import Op
 from .folded import FoldedCall
-from .rules import Shapes, Sharding, sharding_of
-
-Layouts = tuple[Layout | None, ...]
+from .rules import Layouts, Shapes, Sharding, sharding_of
 
 # Cached DTensor specs of outputs or gradients, by (position, dtype): wrapping by a spec does not look up the layout.
 Specs = dict[tuple[int, torch.dtype], Any]

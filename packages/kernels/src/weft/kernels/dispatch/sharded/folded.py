@@ -1,8 +1,8 @@
 """An op inside `exact_sums`, on a rank which stands for several coordinates of the named mesh.
 
-The named mesh has the sizes which `exact_sums` names; `Fold` tells the coordinates of a rank, each by an `Index`. The
-op runs for each coordinate on the coordinate's parts of the operands, with the shapes, options and groups of a rank of
-the named mesh. Numbers are therefore the same as on the named mesh.
+The named mesh has the sizes which `exact_sums` names; `Fold` tells the coordinates of a rank, each by a `FoldIndex`.
+The op runs for each coordinate on the coordinate's parts of the operands, with the shapes, options and groups of a rank
+of the named mesh. Numbers are therefore the same as on the named mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Replicate, Shard
-from weft.reshard.extension import Fold, FoldedMesh, Index, run_in_turn, this_rank
+from weft.reshard.extension import Fold, FoldedMesh, FoldIndex, run_in_turn, this_rank
 
 from ..fresh_memory import fresh_memory
 from ..op import Op, Tensors
@@ -39,24 +39,24 @@ class HeldParts:
 
     shape: tuple[int, ...]  # of the rank's local tensor, with the leading dims
     # By index: the first index whose coordinate has the same part. The indices differ where a replica is held once.
-    first: Mapping[Index, Index]
+    first: Mapping[FoldIndex, FoldIndex]
     # How `_join_by_axis` joins. For each folded axis which is not replicated: (the dim to concatenate along, or None to
     # stack; the number of parts). None for the whole field if two axes shard a dim against the mesh's order.
     joins: tuple[tuple[int | None, int], ...] | None
-    stacked: tuple[int, ...]  # for each leading dim, the position in an `Index` of the axis with Partial
+    stacked: tuple[int, ...]  # for each leading dim, the position in a `FoldIndex` of the axis with Partial
     # By index: where the coordinate's shard is in the local tensor, as (dim, start, length) for each sharded dim.
-    boxes: Mapping[Index, tuple[tuple[int, int, int], ...]]
+    boxes: Mapping[FoldIndex, tuple[tuple[int, int, int], ...]]
 
     @classmethod
     def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> HeldParts:
-        """The cut of rank `rank`'s local tensor of a tensor of global `shape`. layout: on the named mesh.
+        """For the local tensor of `rank`, of a tensor of global `shape`. layout: on the named mesh.
 
         Raises LayoutError if the coordinates' shards are not exactly the rank's shard.
         """
         layout = layout.resolved(shape)
         own = fold.from_named(layout).local_slices(shape, rank)
         sharded = [axis for axis in fold.axes if isinstance(layout[axis], Shard)]
-        boxes: dict[Index, tuple[tuple[int, int, int], ...]] = {}
+        boxes: dict[FoldIndex, tuple[tuple[int, int, int], ...]] = {}
         volume = 0
         for index in fold.indices(sharded):
             box = layout.local_slices(shape, fold.rank(rank, index))
@@ -92,11 +92,11 @@ class HeldParts:
         sizes = *(fold.sizes[i] for i in stacked), *local
         return cls(sizes, first, tuple(joins) if in_order else None, stacked, by_index)
 
-    def part(self, local: Tensor, index: Index) -> Tensor:
+    def part(self, local: Tensor, index: FoldIndex) -> Tensor:
         """The part of the coordinate at `index`, in memory as on a rank of the named mesh: see `fresh_memory`."""
         return fresh_memory(self._view(local, index))
 
-    def join(self, parts: Mapping[Index, Tensor]) -> Tensor:
+    def join(self, parts: Mapping[FoldIndex, Tensor]) -> Tensor:
         """Join all coordinates' parts to the rank's local tensor.
 
         The parts are kept with the local tensor: `_parts_of` returns these, unless the tensor was written in place.
@@ -114,7 +114,7 @@ class HeldParts:
             vars(local)[_PARTS] = self, local._version, distinct
         return local
 
-    def _join_by_axis(self, parts: Mapping[Index, Tensor]) -> Tensor | None:
+    def _join_by_axis(self, parts: Mapping[FoldIndex, Tensor]) -> Tensor | None:
         """Join distinct parts with few calls, axis by axis, the last axis first. None if `joins` is None.
 
         Copies an element once for each axis in `joins`.
@@ -128,7 +128,7 @@ class HeldParts:
             leading += dim is None
         return values[0]
 
-    def _view(self, local: Tensor, index: Index) -> Tensor:
+    def _view(self, local: Tensor, index: FoldIndex) -> Tensor:
         """The part of the coordinate at `index`, as a view of the rank's local tensor."""
         for position in self.stacked:
             local = local[index[position]]
@@ -137,23 +137,23 @@ class HeldParts:
         return local
 
 
-_cached_cut = lru_cache(maxsize=65536)(HeldParts.of)
+_cached_held_parts = lru_cache(maxsize=65536)(HeldParts.of)
 
 
-def _parts_of(cut: HeldParts | None, local: Tensor | None) -> Callable[[Index], Tensor] | None:
+def _parts_of(held: HeldParts | None, local: Tensor | None) -> Callable[[FoldIndex], Tensor] | None:
     """A function from an index to the part of a local tensor. Makes each part once. None for an operand left out."""
-    if cut is None or local is None:
+    if held is None or local is None:
         return None
-    by_index: dict[Index, Tensor] = {}
+    by_index: dict[FoldIndex, Tensor] = {}
     joined = vars(local).get(_PARTS)
-    if joined is not None and joined[0] is cut and joined[1] == local._version:
+    if joined is not None and joined[0] is held and joined[1] == local._version:
         by_index = joined[2]  # the local tensor is an earlier op's output
 
-    def part(index: Index) -> Tensor:
-        first = cut.first[index]
+    def part(index: FoldIndex) -> Tensor:
+        first = held.first[index]
         found = by_index.get(first)
         if found is None:
-            found = by_index[first] = cut.part(local, index)
+            found = by_index[first] = held.part(local, index)
         return found
 
     return part
@@ -167,7 +167,9 @@ def _only_part(local: Tensor | None) -> Tensor | None:
 class Saved(NamedTuple):
     """Values which `FoldedCall.forward` keeps for backward, beside the saved tensors."""
 
-    options: dict[Index, dict[str, Any]]  # the options of each coordinate's call of the op, in the order of the calls
+    options: dict[
+        FoldIndex, dict[str, Any]
+    ]  # the options of each coordinate's call of the op, in the order of the calls
     counts: tuple[int, ...]  # the number of tensors which each call saved
 
 
@@ -194,11 +196,11 @@ class FoldedCall:
     ) -> None:
         self._op, self._fold, self._sharding, self._shapes = op, fold, sharding, shapes
         self._axes = self._folded_axes([*layouts, *(layout for layout, _ in sharding.outputs)])
-        self._operands = [self._cut(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
-        self._outputs = [self._cut(layout, shape) for layout, shape in sharding.outputs]
-        self._options: dict[Index, dict[str, Any]] = {}
+        self._operands = [self._held_parts(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
+        self._outputs = [self._held_parts(layout, shape) for layout, shape in sharding.outputs]
+        self._options: dict[FoldIndex, dict[str, Any]] = {}
         self._communicates = False  # whether forward communicates over a folded axis; no op's backward does
-        self._cuts_of_backward: dict[Any, tuple[list[HeldParts | None], tuple[str, ...], list[HeldParts | None]]] = {}
+        self._held_by_layouts: dict[Any, tuple[list[HeldParts | None], tuple[str, ...], list[HeldParts | None]]] = {}
         for index in fold.indices(self._axes):
             folded_mesh: Any = FoldedMesh(mesh, fold, index)
             self._options[index] = sharding.local_options(fold.rank(this_rank(), index), folded_mesh)
@@ -222,22 +224,22 @@ class FoldedCall:
             index: {**options, **{name: list(options[name]) for name in lists}, **own}
             for index, own in self._options.items()
         }
-        cut_operands = [_parts_of(cut, local) for cut, local in zip(self._operands, operands, strict=True)]
+        operand_parts = [_parts_of(held, local) for held, local in zip(self._operands, operands, strict=True)]
 
-        def call(index: Index) -> tuple[Sequence[Tensor], Tensors]:
-            parts = [None if each is None else each(index) for each in cut_operands]
+        def call(index: FoldIndex) -> tuple[Sequence[Tensor], Tensors]:
+            parts = [None if each is None else each(index) for each in operand_parts]
             return self._call_op(parts, own_options[index], saves=saves)
 
-        results: dict[Index, tuple[Sequence[Tensor], Tensors]] = {}
+        results: dict[FoldIndex, tuple[Sequence[Tensor], Tensors]] = {}
         if self._communicates:
             indices = list(self._options)
             results |= zip(indices, run_in_turn([partial(call, index) for index in indices]), strict=True)
         else:
             results |= {index: call(index) for index in self._options}
         joined = tuple(
-            cut.join({index: results[index][0][i] for index in results})
-            for i, cut in enumerate(self._outputs)
-            if cut is not None
+            held.join({index: results[index][0][i] for index in results})
+            for i, held in enumerate(self._outputs)
+            if held is not None
         )
         of_all = tuple(each for index in results for each in results[index][1])
         return joined, of_all, Saved(own_options, tuple(len(results[index][1]) for index in results))
@@ -267,26 +269,26 @@ class FoldedCall:
         """
         if not self._fold.axes:
             return self._call_backward(saved, [_only_part(each) for each in grads], needed, of_forward.options[()])
-        by_index: dict[Index, Tensors] = {}
+        by_index: dict[FoldIndex, Tensors] = {}
         start = 0
         for index, count in zip(of_forward.options, of_forward.counts, strict=True):
             by_index[index] = saved[start : start + count]
             start += count
-        cuts, axes, gradient_cuts = self._backward_cuts(tuple(grad_layouts))
+        held_grads, axes, held_gradients = self._held_in_backward(tuple(grad_layouts))
 
-        cut_grads = [_parts_of(cut, grad) for cut, grad in zip(cuts, grads, strict=True)]
+        grad_parts = [_parts_of(held, grad) for held, grad in zip(held_grads, grads, strict=True)]
 
-        def call(index: Index) -> Tensors:
-            parts = [None if each is None else each(index) for each in cut_grads]
+        def call(index: FoldIndex) -> Tensors:
+            parts = [None if each is None else each(index) for each in grad_parts]
             # Along axes on which forward was the same for all coordinates, forward ran once.
             own = tuple(at if axis in self._axes else 0 for axis, at in zip(self._fold.axes, index, strict=True))
             return tuple(self._call_backward(by_index[own], parts, needed, of_forward.options[own]))
 
         results = {index: call(index) for index in self._fold.indices(axes)}
         gradients: list[Tensor | None] = []
-        for i, cut in enumerate(gradient_cuts):
+        for i, held in enumerate(held_gradients):
             parts = {index: part for index in results if (part := results[index][i]) is not None}
-            gradients.append(cut.join(parts) if parts and cut is not None else None)
+            gradients.append(held.join(parts) if parts and held is not None else None)
         return gradients
 
     def _call_backward(
@@ -299,25 +301,25 @@ class FoldedCall:
         assert self._op.backward is not None, "ops without a backward are refused"
         return list(self._op.backward(saved, grad, needed, **options))
 
-    def _backward_cuts(
+    def _held_in_backward(
         self, grad_layouts: tuple[Layout | None, ...]
     ) -> tuple[list[HeldParts | None], tuple[str, ...], list[HeldParts | None]]:
-        """The cuts of the outputs' gradients, the folded axes which need several calls, the cuts of the results."""
-        found = self._cuts_of_backward.get(grad_layouts)
+        """Held parts of the outputs' gradients, folded axes which need several calls, and held parts of the results."""
+        found = self._held_by_layouts.get(grad_layouts)
         if found is None:
             layouts = self._sharding.gradient_layouts(*grad_layouts)
             shapes = [shape for _, shape in self._sharding.outputs]
             axes = {*self._axes, *self._folded_axes([*grad_layouts, *layouts])}
-            found = self._cuts_of_backward[grad_layouts] = (
-                [self._cut(layout, shape) for layout, shape in zip(grad_layouts, shapes, strict=True)],
+            found = self._held_by_layouts[grad_layouts] = (
+                [self._held_parts(layout, shape) for layout, shape in zip(grad_layouts, shapes, strict=True)],
                 tuple(axis for axis in self._fold.axes if axis in axes),
-                [self._cut(layout, shape) for layout, shape in zip(layouts, self._shapes, strict=True)],
+                [self._held_parts(layout, shape) for layout, shape in zip(layouts, self._shapes, strict=True)],
             )
         return found
 
-    def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> HeldParts | None:
-        """The cut of this rank's local tensor; None for an operand left out. layout: on the named mesh."""
-        return None if layout is None or shape is None else _cached_cut(self._fold, layout, shape, this_rank())
+    def _held_parts(self, layout: Layout | None, shape: tuple[int, ...] | None) -> HeldParts | None:
+        """The `HeldParts` of this rank's local tensor; None for an operand left out. layout: on the named mesh."""
+        return None if layout is None or shape is None else _cached_held_parts(self._fold, layout, shape, this_rank())
 
     def _folded_axes(self, layouts: Sequence[Layout | None]) -> tuple[str, ...]:
         """The folded axes on which some layout is not replicated."""

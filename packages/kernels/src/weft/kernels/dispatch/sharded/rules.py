@@ -16,6 +16,7 @@ from weft.reshard.extension import process_mesh, this_rank
 
 from ..op import Op
 
+Layouts = tuple[Layout | None, ...]  # of the operands; None for a plain tensor or an operand left out
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 

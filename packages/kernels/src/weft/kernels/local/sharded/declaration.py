@@ -10,7 +10,7 @@ from typing import Any
 from weft.mesh import Layout, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 from weft.mesh.extension import axes_of
 
-Placements = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
+DeclaredPlacements = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,10 @@ class Declaration:
 
     name: str  # of the function
     parameters: tuple[str, ...]  # the function's parameters, in order
-    inputs: Mapping[str, Placements]  # by parameter; a parameter without an entry takes no DTensor
-    outputs: tuple[Placements, ...]  # in order
+    inputs: Mapping[str, DeclaredPlacements]  # by parameter; a parameter without an entry takes no DTensor
+    outputs: tuple[DeclaredPlacements, ...]  # in order
     is_tuple: bool  # whether the function returns a tuple
-    gradients: Mapping[str, Placements]  # by parameter, only where declared
+    gradients: Mapping[str, DeclaredPlacements]  # by parameter, only where declared
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], inputs: Any, outputs: Any, gradients: Any) -> Declaration:
@@ -93,7 +93,7 @@ class Declaration:
         return None if placements is None else _layout(mesh, placements, shape)
 
 
-def _layout(mesh: ProcessMesh, placements: Placements, shape: Sequence[int]) -> Layout:
+def _layout(mesh: ProcessMesh, placements: DeclaredPlacements, shape: Sequence[int]) -> Layout:
     """The layout with these placements on `mesh`.
 
     Where the mesh splits an axis into parts (tp into tp_heads, ...), the axis's placement holds for every part.
@@ -102,7 +102,7 @@ def _layout(mesh: ProcessMesh, placements: Placements, shape: Sequence[int]) -> 
     return Layout.in_order(mesh, by_axis).resolved(shape)
 
 
-def _parse_by_parameter(name: str, what: str, parameters: tuple[str, ...], value: Any) -> dict[str, Placements]:
+def _parse_by_parameter(name: str, what: str, parameters: tuple[str, ...], value: Any) -> dict[str, DeclaredPlacements]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) > len(parameters):
             raise ValueError(f"{name}: {what} has {len(value)} entries; the function takes {', '.join(parameters)}")

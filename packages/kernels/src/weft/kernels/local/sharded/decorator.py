@@ -21,7 +21,7 @@ from .declaration import Declaration
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-Sizes = tuple[tuple[int, ...], ...]  # a shape for each output
+OutputShapes = tuple[tuple[int, ...], ...]  # a shape for each output
 
 
 def on_local_tensors(
@@ -139,7 +139,7 @@ def _find_outputs(
     bound: inspect.BoundArguments,
     tensors: Mapping[str, Tensor],
     out_shapes: Callable[..., Any] | None,
-) -> tuple[Sizes, torch.dtype, bool]:
+) -> tuple[OutputShapes, torch.dtype, bool]:
     """The outputs' global shapes, their dtype, and whether every rank's local shapes were checked.
 
     Cached for inputs of the same kinds.
@@ -149,7 +149,7 @@ def _find_outputs(
     cache = world_cache()
     try:
         if key in cache:
-            cached: tuple[Sizes, torch.dtype, bool] = cache[key]
+            cached: tuple[OutputShapes, torch.dtype, bool] = cache[key]
             return cached
     except TypeError:  # an argument is not hashable
         key = None
@@ -171,7 +171,7 @@ def _find_global_outputs(
     bound: inspect.BoundArguments,
     tensors: Mapping[str, Tensor],
     out_shapes: Callable[..., Any] | None,
-) -> tuple[Sizes, torch.dtype]:
+) -> tuple[OutputShapes, torch.dtype]:
     """The outputs' global shapes and dtype, from `out_shapes` or from a call on meta tensors."""
     if out_shapes is not None:
         result = _call_with(out_shapes, bound, {name: each.shape for name, each in tensors.items()})
@@ -208,7 +208,7 @@ def _check_parts(
     declared: Declaration,
     bound: inspect.BoundArguments,
     tensors: Mapping[str, Tensor],
-    shapes: Sizes,
+    shapes: OutputShapes,
     mesh: ProcessMesh,
 ) -> bool:
     """Check the outputs' local shapes on every rank, by calls on meta tensors without communication.
@@ -237,7 +237,7 @@ def _check_parts(
 
 
 def _describe_wrong_part(
-    declared: Declaration, outputs: tuple[Tensor, ...], parts: Sizes, shapes: Sizes, where: str
+    declared: Declaration, outputs: tuple[Tensor, ...], parts: OutputShapes, shapes: OutputShapes, where: str
 ) -> str | None:
     """The error message for a rank's outputs whose shapes are not as declared; None if all are."""
     for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
@@ -272,10 +272,10 @@ def _forward(
     declared: Declaration,
     *locals_: Tensor,
     names: tuple[str, ...],
-    shapes: Sizes,
+    shapes: OutputShapes,
     dtype: torch.dtype,
     call: _Invocation,
-    parts: Sizes,
+    parts: OutputShapes,
     mesh: ProcessMesh,
 ) -> Any:
     """`Op.forward` of the decorated function. parts: the declared shapes of this rank's outputs."""

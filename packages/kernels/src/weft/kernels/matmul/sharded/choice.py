@@ -16,13 +16,13 @@ from ...dispatch import backend
 from ...launching.measured import TableRow
 
 TABLE = Path(__file__).parent.with_name("in_steps.json")  # written by benchmarks/tune_in_steps.py
-Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+OverlappedOp = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 
 
 class ShardedProduct(NamedTuple):
     """A class of products which share a measurement: a key of the table."""
 
-    form: Form
+    form: OverlappedOp
     chip: str  # as "sm_90", or "cpu"
     dtype: str
     ranks: int  # the size of the axis over which the product communicates
@@ -32,7 +32,9 @@ class ShardedProduct(NamedTuple):
     k: int
 
     @classmethod
-    def of(cls, form: Form, chip: str, dtype: torch.dtype, ranks: int, M: int, N: int, K: int) -> ShardedProduct:
+    def of(
+        cls, form: OverlappedOp, chip: str, dtype: torch.dtype, ranks: int, M: int, N: int, K: int
+    ) -> ShardedProduct:
         m, n, k = (1 << max(0, size - 1).bit_length() for size in (M, N, K))
         return cls(form, chip, str(dtype).removeprefix("torch."), ranks, m, n, k)
 
@@ -50,7 +52,7 @@ class Timing(TableRow):
 MEASURED = Timing.read(TABLE)
 
 
-def faster_in_steps(form: Form, a: DTensor, weight: Tensor, axis: str) -> bool:
+def faster_in_steps(form: OverlappedOp, a: DTensor, weight: Tensor, axis: str) -> bool:
     """Whether the product of a [..., K] and weight [N, K] was measured faster in steps; False without a measurement.
 
     axis: the axis of a's mesh over which the rows of a are gathered, or the output's rows scattered. Every rank of

@@ -1,9 +1,11 @@
-"""Layout rules shared by products: of the product, of bias and residual, and of the activation."""
+"""Layout rules shared by products: of the product, bias, residual and activation; and the output's dtype."""
 
 from __future__ import annotations
 
 from string import ascii_lowercase
+from typing import Any
 
+import torch
 from weft.mesh import Layout, LayoutError, Partial, infer
 
 GRADIENT = "the output's gradient"  # an operand's name in messages
@@ -81,6 +83,12 @@ def check_activation(op: str, activation: str | None, output: Layout) -> None:
             f"{op}: the output is ({output}), and {activation} needs the sum, not its addends; call {op} without an "
             f"activation, reshard the output to ({without_partial(output)}), and apply {activation} there"
         )
+
+
+def output_dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    """The output's dtype, for `Op.dtype`. dtype: of a."""
+    wanted: torch.dtype | None = options["out_dtype"]
+    return wanted or dtype
 
 
 def adds_bias(output: Layout, rank: int) -> bool:

@@ -21,6 +21,7 @@ from .layout_rule import (
     check_operand,
     check_residual_layout,
     layout_of_dims,
+    output_dtype,
     without_partial,
 )
 
@@ -174,18 +175,12 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
     return Sharding(output, terms.shape, lambda grad: (None, None, None))
 
 
-def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
-    """The output's dtype, for `Op.dtype`. dtype: of a."""
-    wanted: torch.dtype | None = options["out_dtype"]
-    return wanted or dtype
-
-
 def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
     """The output alone, for `Op.inference`: nothing is saved for backward."""
     return function.matmul(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
 
 
-MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, _dtype, inference=_inference)
+MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, output_dtype, inference=_inference)
 ACCUMULATE = Op(
     "matmul_accumulate", function.accumulate_into, lambda *_, **__: (None, None, None), _rule_of_accumulation
 )

@@ -1,4 +1,4 @@
-"""`route` and `router_statistics` on plain tensors and DTensors."""
+"""`route`, `sequence_load` and `router_statistics` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from weft.mesh import Layout, LayoutError, Partial, infer
+from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 
 from ...dispatch.backend import check_floats
 from ...dispatch.op import Op
@@ -102,45 +102,84 @@ def _check_router(E: int, k: int, score: str, softmax_after: bool, groups: Seque
         )
 
 
+def sequence_load(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen in each sequence of a batch: the load of `router_statistics`.
+
+    experts: [B, T, k] of int32 or int64, from `route`. Returns [B, num_experts] in float32, exact below 2**24 times.
+    Gradient: none.
+
+    Layouts: the experts are sharded on B and T. The output is sharded on B alike, and Partial(sum) over the axes which
+    shard T.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for other dtypes or shapes, and on a CPU for an expert outside
+    0 to num_experts - 1.
+    """
+    check_experts("sequence_load", experts)
+    if experts.ndim != 3:
+        raise ValueError(
+            f"sequence_load takes experts [B, T, k], got {tuple(experts.shape)}; give the experts of whole sequences"
+        )
+    if num_experts < 1:
+        raise ValueError(f"sequence_load: num_experts is {num_experts}; give the number of experts, 1 or more")
+    return apply(SEQUENCE_LOAD, experts, num_experts=num_experts)
+
+
 @autocasts("router_statistics")
 def router_statistics(
-    logits: Tensor, experts: Tensor, statistics: Tensor | None = None, *, layer: int = 0, layers: int = 1
+    logits: Tensor,
+    experts: Tensor,
+    statistics: Tensor | None = None,
+    load: Tensor | None = None,
+    *,
+    layer: int = 0,
+    layers: int = 1,
 ) -> Tensor:
     """Sums over tokens for a router's balance loss and z-loss, added to row `layer` of `statistics`.
 
     logits: [..., E], the scores given to `route`. experts: [..., k] of int32 or int64, from `route`.
     statistics: the result for the layers before, [layers, 2 * E + 1]; None means zeros. The tensor is not written.
+    load: [B, E] from `sequence_load`, for logits [B, T, E]. The statistics then have a further column.
     layer, layers: the number of this layer, from 0, and the number of layers.
     Returns [layers, 2 * E + 1] in float32; in float64 for float64 logits. The row has
     [0 : E], how often each expert was chosen, exact below 2**24 times;
     [E : 2 * E], the sum over tokens of softmax(logits) (Fedus et al. 2021);
-    [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022).
-    Gradients: of the logits, through the second and third sums; of `statistics`. Saved for backward: the logits.
+    [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022);
+    [2 * E + 1], with `load`, the sum over tokens and experts of load / T of the token's sequence times softmax(logits)
+    (the sequence-wise loss of DeepSeek-V3, arXiv:2412.19437).
+    Gradients: of the logits, through all sums but the first; of `statistics`. Saved for backward: the logits and the
+    load.
 
     Layouts: logits and experts are sharded on the same dims of tokens. The output and `statistics` are Partial(sum)
-    over the axes which shard tokens, and replicated over the remaining axes.
+    over the axes which shard tokens, and replicated over the remaining axes. The load is sharded on B as the logits,
+    and replicated over the remaining axes: reshard the Partial result of `sequence_load`.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, a layer outside 0 to
     layers - 1, and tensors on two devices.
     """
-    check_floats("router_statistics", ("logits",), logits)
+    check_floats("router_statistics", ("logits", "load"), logits, load)
     check_experts("router_statistics", experts)
     if logits.ndim < 1 or logits.shape[:-1] != experts.shape[:-1]:
         raise ValueError(
             f"router_statistics takes logits [..., E] and experts [..., k] of the same tokens, got "
             f"{tuple(logits.shape)} and {tuple(experts.shape)}; reshape one"
         )
+    if load is not None and (logits.ndim != 3 or load.shape != (logits.shape[0], logits.shape[2])):
+        raise ValueError(
+            f"router_statistics takes a load [B, E] for logits [B, T, E], got {tuple(load.shape)} and "
+            f"{tuple(logits.shape)}; give the result of sequence_load for the same sequences"
+        )
     if not 0 <= layer < layers:
         raise ValueError(f"router_statistics: layer is {layer} of {layers} layers; give 0 to {layers - 1}")
     if statistics is not None:
-        wanted, dtype = (layers, 2 * logits.shape[-1] + 1), wide_dtype(logits)
+        wanted, dtype = (layers, 2 * logits.shape[-1] + 1 + (load is not None)), wide_dtype(logits)
         if statistics.shape != wanted or statistics.dtype != dtype:
             raise ValueError(
                 f"router_statistics: the statistics are {tuple(statistics.shape)} of {statistics.dtype}; give {wanted} "
                 f"of {dtype}, for {layers} layers of {logits.shape[-1]} experts"
             )
-    check_devices("router_statistics", logits, experts, statistics)
-    return apply(STATISTICS, logits, experts, statistics, layer=layer, layers=layers)
+    check_devices("router_statistics", logits, experts, statistics, load)
+    length = 0 if load is None else logits.shape[1]
+    return apply(STATISTICS, logits, experts, statistics, load, layer=layer, layers=layers, length=length)
 
 
 def _route_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -160,9 +199,19 @@ def _route_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
     return Sharding(output, chosen, gradient_layouts, further_outputs=((output, chosen),))
 
 
+def _load_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `SEQUENCE_LOAD`. layouts, shapes: of the experts."""
+    experts, shape = layouts[0], shapes[0]
+    assert experts is not None and shape is not None, "the experts are given"
+    infer.whole("sequence_load", "the experts", experts, 2)
+    rows, tokens = (experts.shard_order.get(dim, ()) for dim in (0, 1))
+    output = Layout.in_order(experts.mesh, dict.fromkeys(rows, Shard(0)) | dict.fromkeys(tokens, Partial("sum")))
+    return Sharding(output, (shape[0], options["num_experts"]), lambda grad: (None,))
+
+
 def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule of `STATISTICS`. layouts, shapes: of logits, experts and the statistics of the layers before."""
-    logits, experts, statistics = layouts
+    """The layout rule of `STATISTICS`. layouts, shapes: of logits, experts, the layers before, and the load."""
+    logits, experts, statistics, load = layouts
     shape = shapes[0]
     assert logits is not None and experts is not None and shape is not None, "logits and experts are given"
     tokens = len(shape) - 1
@@ -176,6 +225,14 @@ def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options
             f"give the statistics of the layers before, or reshard them to ({output})",
             (logits, experts, output),
         )
+    if load is not None:
+        wanted = Layout.in_order(logits.mesh, dict.fromkeys(logits.shard_order.get(0, ()), Shard(0)))
+        if load != wanted:
+            raise LayoutError(
+                f"router_statistics: the load is ({load}), but a rank needs that of all tokens of its sequences, which "
+                f"are ({logits}); reshard it to ({wanted})",
+                (wanted,),
+            )
     operands = (logits,) if statistics is None else (logits, statistics)
 
     def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
@@ -183,9 +240,10 @@ def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options
             infer.gradient(output, grad, logits, operands),
             None,
             None if statistics is None else infer.gradient(output, grad, statistics, operands),
+            None,
         )
 
-    return Sharding(output, (options["layers"], 2 * shape[-1] + 1), gradient_layouts)
+    return Sharding(output, (options["layers"], 2 * shape[-1] + 1 + (load is not None)), gradient_layouts)
 
 
 ROUTE = Op(
@@ -194,6 +252,14 @@ ROUTE = Op(
     function.route_backward,
     _route_rule,
     lambda dtype, options: (torch.promote_types(dtype, torch.float32), torch.int32),
+    num_constants=lambda options: 1,
+)
+SEQUENCE_LOAD = Op(
+    "sequence_load",
+    function.sequence_load,
+    function.sequence_load_backward,
+    _load_rule,
+    lambda dtype, options: torch.float32,
     num_constants=lambda options: 1,
 )
 STATISTICS = Op(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contents import ShardEntry, Unusable
-from ..inputs import LeftOut, Part, RecordPlace
+from ..inputs import InputPart, LeftOut, RecordPlace
 from ..tokenizer import Tokenizer
 from .encode import Encoded, encode_examples, join_example
 from .example import Task
@@ -32,7 +32,7 @@ class ExampleRecords:
     template: ChatTemplate | None
     skip_bad: bool = False  # leave out records that make no example; without, a bad record is an error
 
-    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
+    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[InputPart]:
         """See `find_record_parts` of records.py."""
         return find_record_parts(inputs, part_bytes, skip_bad=self.skip_bad, leave_out=leave_out)
 
@@ -45,7 +45,7 @@ class ExampleRecords:
         """A copy whose chat template writes `time` as the current time."""
         return self if self.template is None else replace(self, template=replace(self.template, now=time))
 
-    def entries(self, part: Part, left_out: LeftOut) -> Iterator[ShardEntry]:
+    def entries(self, part: InputPart, left_out: LeftOut) -> Iterator[ShardEntry]:
         """The examples of a part, uncut; see `Contents`."""
         records = read_examples(part, left_out, skip_bad=self.skip_bad)
         try:

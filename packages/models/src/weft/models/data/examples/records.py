@@ -10,8 +10,8 @@ from ..inputs import (
     BLANK,
     BadRecord,
     FileRange,
+    InputPart,
     LeftOut,
-    Part,
     RecordPlace,
     check_pyarrow,
     cut_file,
@@ -44,7 +44,7 @@ _LABELS = {"true": True, "1": True, "false": False, "0": False}  # in CSV
 
 def find_record_parts(
     inputs: Sequence[Path], part_bytes: int, *, skip_bad: bool = False, leave_out: Path | None = None
-) -> list[Part]:
+) -> list[InputPart]:
     """Find the records under `inputs`, in order, in parts of about `part_bytes` each. No record is read yet.
 
     `read_examples` reads a part; `weft data prepare --task` makes a shard of each. JSON lines are cut between lines,
@@ -97,7 +97,7 @@ def _check_columns(file: Path) -> None:
 
 
 def read_examples(
-    part: Part, left_out: LeftOut, *, skip_bad: bool = False
+    part: InputPart, left_out: LeftOut, *, skip_bad: bool = False
 ) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
     """The records of a part from `find_record_parts`, in order, each with the record's place.
 

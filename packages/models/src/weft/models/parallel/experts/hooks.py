@@ -18,7 +18,7 @@ from weft.reshard import layout_of, reshard
 from weft.reshard.extension import between_graphs, group_for, memory_of, shape_of, this_rank
 
 from ..plan import ExpertPlan, TokenTransport
-from ..resolve import ModulePlan
+from ..resolve import ModulePlan, holder_of
 from ..styles import EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
 from .passage import LocalParameters, Passage, TokenLayouts, as_rows
 from .placement import experts_mesh, find_expert_plans, folded_axes
@@ -140,7 +140,7 @@ def _forward(
     if isinstance(transport, Exchanging):
         transport.read()
     locals_ = apply_function(LocalParameters, *parameters.values())
-    swapped = [_owner(module, name) for name in parameters]
+    swapped = [holder_of(module, name) for name in parameters]
 
     def compute(tokens: Tensor, local: Tensor, own_weights: Tensor, rows: int | None) -> Tensor:
         for (owner, leaf), tensor in zip(swapped, locals_, strict=True):
@@ -167,11 +167,6 @@ def _positions(ranks: tuple[int, ...]) -> Sequence[int]:
     """By rank of the group, in ascending order, the position in `ranks`. A range where positions ascend, too."""
     positions = [ranks.index(rank) for rank in sorted(ranks)]
     return range(len(ranks)) if positions == [*range(len(ranks))] else positions
-
-
-def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    owner, _, leaf = name.rpartition(".")
-    return module.get_submodule(owner), leaf
 
 
 @lru_cache(maxsize=1024)  # few layouts, looked up in every call

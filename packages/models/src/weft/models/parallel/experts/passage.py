@@ -22,7 +22,7 @@ from .transport import NO_EXPERT, ExpertRanks, Transport, pack_choices, unpack_c
 
 # The module's own forward on local tensors. (tokens [n, H], experts [n, k] numbered from this rank's first, weights
 # [n, k], number of choices of local experts or None) -> sums [n, H]
-Compute = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
+ComputeExperts = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class Passage:
         self._needed = (False, False)  # whether tokens and weights need gradients
         self._weights_dtype = torch.float32
 
-    def run(self, x: DTensor, experts: Tensor, weights: DTensor, compute: Compute) -> DTensor:
+    def run(self, x: DTensor, experts: Tensor, weights: DTensor, compute: ComputeExperts) -> DTensor:
         """Compute the experts: x [..., H], weights [..., k] -> [..., H] in `TokenLayouts.output`.
 
-        experts: [n, k], the choices of this rank's n tokens. compute: see `Compute`; called twice.
+        experts: [n, k], the choices of this rank's n tokens. compute: see `ComputeExperts`; called twice.
         """
         own_x, own_weights, departed = apply_function(_Depart, self, experts, x, weights)
         transport = self._transport

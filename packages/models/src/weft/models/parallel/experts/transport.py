@@ -17,7 +17,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.extension import LazyText, Running, all_gather, announce, count_as, reduce_scatter, run_or_replay
+from weft.reshard.extension import (
+    LazyText,
+    Running,
+    all_gather,
+    announce,
+    count_as,
+    members_by_position,
+    reduce_scatter,
+    run_or_replay,
+)
 
 from ..styles import EXPERT_AXIS
 
@@ -125,7 +134,7 @@ class Exchanging:
         tokens, size = len(experts), members.size
         owners = torch.div(experts, members.experts, rounding_mode="floor").long()  # positions
         if not isinstance(members.positions, range):  # below, owners are ranks of the group
-            owners = owners.new_tensor(_inverse(members.positions))[owners]
+            owners = owners.new_tensor(members_by_position(members.positions))[owners]
         self._own = list(members.positions).index(members.position)
         needs = torch.zeros(tokens, size, dtype=torch.bool, device=experts.device).scatter_(1, owners, True)
         choices = torch.zeros(size, dtype=torch.long, device=experts.device)
@@ -217,10 +226,6 @@ def _padded(rows: Tensor, most: int) -> Tensor:
     padded = rows.new_zeros((most, rows.shape[-1]))
     padded[: len(rows)] = rows
     return padded
-
-
-def _inverse(positions: Sequence[int]) -> list[int]:
-    return sorted(range(len(positions)), key=positions.__getitem__)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

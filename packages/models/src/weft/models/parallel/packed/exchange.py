@@ -20,7 +20,9 @@ from torch import Tensor
 from weft.kernels.extension import Places, Runs, VisibleKeys
 from weft.mesh.extension import chunk
 
-Ints = NDArray[np.int64]  # [n]; numpy, since the host plans and must not wait for a device
+from .order import join_runs
+
+IntArray = NDArray[np.int64]  # [n]; numpy, since the host plans and must not wait for a device
 
 
 def shards_of(order: Runs, parts: int) -> list[Runs]:
@@ -58,7 +60,7 @@ def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None
                 for key in held:
                     if key.shard != shard and max(key.start, start) < min(key.stop, stop):
                         found[key.shard, shard].append((max(key.start, start), min(key.stop, stop)))
-    return {pair: _joined(runs) for pair, runs in sorted(found.items())}
+    return {pair: join_runs(runs) for pair, runs in sorted(found.items())}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,11 +106,11 @@ def exchange_of(
     window: the attention's.
     """
     parts = len(members)
-    sent: list[list[Ints]] = [[] for _ in members]  # places among this rank's tokens, by receiver
-    arriving: list[list[Ints]] = [[] for _ in members]  # places among the received keys, by sender
-    places: list[tuple[Ints, Ints, Ints]] = []
-    own: list[Ints] = []
-    received: list[Ints] = []
+    sent: list[list[IntArray]] = [[] for _ in members]  # places among this rank's tokens, by receiver
+    arriving: list[list[IntArray]] = [[] for _ in members]  # places among the received keys, by sender
+    places: list[tuple[IntArray, IntArray, IntArray]] = []
+    own: list[IntArray] = []
+    received: list[IntArray] = []
     tokens = keys = 0  # tokens, and received keys, of the rows so far
     is_needed = False
     for row, (order, documents) in enumerate(zip(orders, lengths, strict=True)):
@@ -172,32 +174,21 @@ def _document_runs(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[
             yield _DocumentRun(begin, max(begin, start), min(end, stop), shard)
 
 
-def _joined(runs: list[tuple[int, int]]) -> Runs:
-    """The runs in ascending order, with adjacent runs joined."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(runs):
-        if result and result[-1][1] == start:
-            result[-1] = result[-1][0], stop
-        else:
-            result.append((start, stop))
-    return tuple(result)
-
-
-def tokens_of(runs: Runs) -> Ints:
+def tokens_of(runs: Runs) -> IntArray:
     """The tokens of the runs, run after run."""
     if not runs:
         return np.empty(0, dtype=np.int64)
     starts, stops = np.array(runs, dtype=np.int64).T
     sizes = stops - starts
-    tokens: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
+    tokens: IntArray = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
     return tokens
 
 
-def _between(places: Ints, first: Ints, stop: Ints) -> Ints:
+def _between(places: IntArray, first: IntArray, stop: IntArray) -> IntArray:
     """[queries, 2]: for each query, the index range of the ascending `places` that are in [first, stop)."""
     return np.stack([np.searchsorted(places, first), np.searchsorted(places, stop)], 1)
 
 
-def _visible_keys(keys: Ints, count: int) -> VisibleKeys:
+def _visible_keys(keys: IntArray, count: int) -> VisibleKeys:
     """keys: [queries, 2], the range of keys that each query sees. count: the number of keys; see `VisibleKeys.of`."""
     return VisibleKeys.of(torch.from_numpy(keys.astype(np.int32)), count)

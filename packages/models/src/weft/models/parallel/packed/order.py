@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -128,7 +128,7 @@ class _Dealing:
     def runs(self) -> list[Runs]:
         while self._pool:
             self._deal(heapq.heappop(self._pool))
-        return [_merged(sorted(runs)) for runs in self._dealt]
+        return [join_runs(runs) for runs in self._dealt]
 
     def _deal(self, remainder: _Remainder) -> None:
         """Give the neediest rank all or a piece of a document's remainder; tokens not given go back into the pool."""
@@ -232,8 +232,12 @@ class _Dealing:
         return work_before(stop, self._layers) - work_before(start, self._layers)
 
 
-def _merged(runs: list[tuple[int, int]]) -> Runs:
-    """Join adjacent runs. runs: in ascending order."""
-    starts = [runs[i][0] for i in range(len(runs)) if not i or runs[i - 1][1] != runs[i][0]]
-    stops = [runs[i][1] for i in range(len(runs)) if i + 1 == len(runs) or runs[i + 1][0] != runs[i][1]]
-    return tuple(zip(starts, stops, strict=True))
+def join_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The runs in ascending order, with adjacent runs joined."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if result and result[-1][1] == start:
+            result[-1] = result[-1][0], stop
+        else:
+            result.append((start, stop))
+    return tuple(result)

@@ -32,7 +32,7 @@ class Cut:
     layers: tuple[str, ...]  # the names of the listed layers, in order
     ranges: tuple[tuple[int, int], ...]  # the layers of each stage, [start, stop)
     outer_modules: dict[str, frozenset[int]]  # {module outside the list of layers: the stages using the output}
-    parameters: dict[str, frozenset[int]]  # {a parameter's first name: the stages with the parameter}
+    parameters: dict[str, frozenset[int]]  # {parameter, by the first of tied names: the stages with the parameter}
 
     def shared(self, rank_of: Callable[[int], int]) -> dict[str, tuple[int, ...]]:
         """{parameter held by several ranks along "pp": the ranks' coordinates on "pp", ascending}.

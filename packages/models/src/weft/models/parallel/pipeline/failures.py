@@ -18,14 +18,14 @@ from ...schedules.schedule import Action
 # Seconds for which a failed rank waits for a message, or for the other ranks at the end, if its stage has several
 # ranks. Ranks of its stage may wait in a collective for the failed rank; then no message comes.
 PATIENCE = 20.0
-_LOST = 1 << 20  # in place of the number of failed ranks: a failed rank has given up its messages
+_LOST = 1 << 20  # stands for the number of failed ranks where messages are lost; more than ranks in a world
 _CLASSES = {"ValueError": ValueError, "TypeError": TypeError}  # raised on further ranks in the same class
 _REMEDY = "the step has ended on all ranks; its gradients are incomplete: call zero_grad() before the next step"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank's first error in a step. error: None where a failed rank kept a message from this rank."""
+    """A rank's failure in a step: the action, and the error; no error where a message from a failed rank is missing."""
 
     action: Action
     error: Exception | None = None
@@ -99,8 +99,9 @@ class Failures:
         return error
 
     def _own_name(self) -> str:
-        """The pipeline's name in the world's store, made at the first step: pipelines are used in the same order on all
-        ranks.
+        """The pipeline's name in the world's store.
+
+        Made at the first step, since all ranks use pipelines in the same order.
         """
         if not self._name:
             cache, key = world_cache(), ("pipelines", self._mesh)
@@ -113,7 +114,7 @@ class Failures:
 
 
 def _as_json(action: Action, error: Exception) -> bytes:
-    """The error of a rank, after a place in the order of a microbatch's way: forward up the stages, backward down."""
+    """A rank's error as a list in JSON. By the first entry errors sort: by microbatch, up the stages, then down."""
     kind, stage, microbatch = action
     place = [microbatch, kind != "F", stage if kind == "F" else -stage]
     return json.dumps([place, str(action), type(error).__name__, str(error)]).encode()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import sharing_casts
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, this_rank, wait_for
+from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, local_of, this_rank, wait_for
 
 from ...schedules.pipeline_plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
@@ -98,8 +98,8 @@ class Pipeline:
     ) -> Exception | None:
         """Run each microbatch forward and backward, in the order of the schedule.
 
-        Returns, on every rank, the error to raise where the work of any rank failed. The caller synchronizes gradients
-        before, so that no rank's collectives are left over.
+        Returns, on every rank, the error to raise where the work of any rank failed. Before raising, the caller
+        synchronizes gradients, so that no rank's collectives are left over.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
         accumulating: a context in which backward passes only add up gradients; entered once around all actions.
@@ -173,7 +173,7 @@ class Pipeline:
             coordinates = self.shared[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = _local(parameter.grad)
+            local = local_of(parameter.grad)
             wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
 
     def _keep_earlier_gradients_once(self, model: nn.Module) -> None:
@@ -201,10 +201,9 @@ class Pipeline:
         """A parameter of any stage in full, on every rank. Every rank calls this, for all parameters in the same
         order.
 
-        read: returns the parameter, or a copy to use instead; called on the ranks of the first stage with the
-            parameter.
-        Communication: as `read` does; on the ranks of the first stage with the parameter, the reshard to Replicate;
-        two broadcasts over "pp", of the dtype's name and of the values.
+        read: returns the parameter, or a copy to use instead; called on the first of the stages with the parameter.
+        Communication: as `read` does, and the reshard to Replicate, both on this first stage; two broadcasts over "pp",
+        of the dtype's name and of the values.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
         full: Tensor | None = None
@@ -266,10 +265,6 @@ class Pipeline:
                             name, (first, second), this_rank(), stage_mesh, device, self.forms.get((each, into), {})
                         )
         return self._channels[direction, stage]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:

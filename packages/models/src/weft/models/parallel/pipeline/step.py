@@ -90,6 +90,7 @@ class RunningStep:
         self.losses: list[Tensor] = []  # on the last stage, unless backward follows
 
     def perform(self, action: Action) -> None:
+        """Carries out an action: takes the message, computes, and sends the result to the neighboring stage."""
         if action.kind == "F":
             self._forward(action)
         else:
