@@ -64,7 +64,6 @@ ONE = {"dp": 1, "tp": 1}
 PLACES = {"forward": "layers.1.input_layernorm", "start": "layers.1.mlp.down_proj.weight", "update": ""}
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("phase", PLACES)
 def test_a_unit_in_the_last_place_is_rounding_without_exact_and_a_bug_with_it(
     phase: str, text: str, pool: Pool

@@ -68,6 +68,7 @@ def test_each_row_has_a_command_that_train_takes(capsys: pytest.CaptureFixture[s
     )
 
 
+@pytest.mark.exhaustive
 def test_a_table_and_a_certificate_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = planned(capsys, *SMALL, "--mesh.pp", "1")
     assert "4 processes on trn2" in out

@@ -227,7 +227,12 @@ def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
             id="exits",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param("os.abort()", "-6: rank 1 killed by SIGABRT; the other processes were ended", id="is-killed"),
+        pytest.param(
+            "os.abort()",
+            "-6: rank 1 killed by SIGABRT; the other processes were ended",
+            id="is-killed",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )  # fmt: skip
 def test_one_that_fails_ends_the_others_and_is_told_of(tmp_path: Path, how: str, told: str) -> None:

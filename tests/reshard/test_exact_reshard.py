@@ -107,6 +107,7 @@ def test_the_named_mesh_itself(pool):
     assert set(pool.run(every_change, (4, 2), NAMED, "float32", ranks=8)) == {512}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("named", [{"dp": 3, "tp": 8}, {"dp": 12, "tp": 1}], ids=str)
 @pytest.mark.parametrize("mesh", [(1, 1), (3, 1)], ids=str)
 def test_other_named_meshes(pool, mesh, named):

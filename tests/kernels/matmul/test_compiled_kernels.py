@@ -111,6 +111,7 @@ def test_aligned_factors_are_loaded_by_tma(name: str) -> None:
     assert report["shared_bytes"] > 100 * 1024  # stages of tiles
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

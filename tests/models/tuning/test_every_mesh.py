@@ -160,6 +160,7 @@ def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, p
     compare(pool, folders, "llama", name, (axes, plan), *further)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("mesh", MIXTURES)
 def test_a_step_of_a_mixture(mesh: str, name: str, folders: Path, pool: Pool) -> None:

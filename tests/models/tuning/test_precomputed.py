@@ -207,6 +207,7 @@ def test_a_folder_without_permission(folders: Path, pool: Pool) -> None:
     assert "cannot be written (Permission denied)" in about_reference(found)[-1]
 
 
+@pytest.mark.exhaustive
 def test_of_a_mixture_the_known_sources_are_read(folders: Path, pool: Pool) -> None:
     """A source has a file beside it. Only the numbers that are missing are computed."""
     (folders / "one").mkdir()
@@ -326,6 +327,7 @@ def test_killed_while_computing_and_started_again_has_the_same_bits(
     assert [(each["loss"], each["grad_norm"]) for each in found] == [(e["loss"], e["grad_norm"]) for e in whole]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_needs_neither_the_file_beside_the_data_nor_the_references_weights(
     folders: Path, pool: Pool
 ) -> None:
