@@ -49,8 +49,9 @@ class Program(NamedTuple):
             change = {"dropout": 0.2} if family == "gpt" else DROPS if family in ("llama", "capped") else {}
         if family in ("llama", "capped") and draw.random() < 0.3:
             change = {**change, "num_kv_heads": draw.choice([1, 2, 8])}
-        # Ulysses needs heads for all ranks along cp and tp; GPT has four, the others at least four for keys.
-        whole_heads = mesh != "cp3" and change.get("num_kv_heads", 4) >= 4
+        # Ulysses needs heads for all ranks along cp and tp; GPT has four, the others at least four for keys. The test's
+        # own sinks are whole on each rank.
+        whole_heads = mesh != "cp3" and family != "capped" and change.get("num_kv_heads", 4) >= 4
         plan: dict[str, Any] = {"context": "ulysses" if whole_heads and draw.random() < 0.3 else "all_gather"}
         plan["recompute"] = draw.choice(["none", "full", "selective"])
         plan["zero"] = draw.choice([0, 1, 2, 3])
