@@ -25,7 +25,6 @@ MEMORY = 0.08  # of the error of a row's memory
 # Rows whose memory is further off than that.
 MEMORY_IS_OPEN = {
     "torchtitan-405b-512-1f1b": "what else a stage in float8 keeps, beside gathered weights and whole gradients",
-    "torchtitan-405b-512-interleaved": "as the row with 1f1b",
     "torchtitan-405b-512-cp8-256k": "what the ring of 8 keeps",
 }
 

@@ -105,7 +105,7 @@ class TestHelp:
             assert "weft train" not in written
 
 
-# Commands one after another, with a form feed between what they print.
+# Commands in turn, with a form feed between their outputs.
 COMMANDS = """
 import sys
 from weft.models.cli import main

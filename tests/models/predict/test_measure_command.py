@@ -1,4 +1,4 @@
-"""`weft measure` as a command: its input, its output, and how it ends."""
+"""`weft measure` as a command: bad input, the output, and the end by a signal or a full disk."""
 
 from __future__ import annotations
 

@@ -43,16 +43,20 @@ def interleaved(
     warm: whether an untimed call comes before each short call, so that operands and code are in the caches, as after
         the op of a step that made the operands.
     """
+
+    def seconds_of(call: Callable[[], object]) -> float:
+        return clock.time(call) if clock is not None else float(call())  # type: ignore[arg-type]
+
     found: list[list[float]] = [[] for _ in calls]
     start = time.monotonic()
     for turn in range(MOST + 1):
         began = time.monotonic()
         for times, call in zip(found, calls, strict=True):
-            duration = call() if clock is None else clock.time(call)
-            if warm and turn and float(duration) < SHORT:  # type: ignore[arg-type]
-                duration = call() if clock is None else clock.time(call)
+            duration = seconds_of(call)
+            if warm and turn and duration < SHORT:
+                duration = seconds_of(call)
             if turn:
-                times.append(float(duration))  # type: ignore[arg-type]
+                times.append(duration)
         now = time.monotonic()
         if turn >= FEWEST and now - start + (now - began) > seconds:
             break
