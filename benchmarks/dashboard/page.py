@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ def _shared(results: Results) -> list[Section]:
     if rows := results.predictions:
         title = "Predicted steps, beside those that others have published"
         made.append(Section("predicted", title, [figures.predicted(rows, "reported")], [tables.predictions(rows)]))
-    if rows := results.measured:
+    if rows := tuple(chain.from_iterable(results.measured.values())):
         title = "Predicted steps, beside the same steps on a machine"
         made.append(Section("measured", title, [figures.predicted(rows, "measured")], [tables.measured(rows)]))
     if rows := results.variants:
@@ -116,7 +117,7 @@ def _raw(results: Results) -> dict[str, str]:
     shared = {
         "reshard_bytes.json": results.engines,
         "predicted.json": results.predictions,
-        "predicted_here.json": results.measured,
+        **results.measured,
         f"aot/triton-{results.triton}.json": results.variants,
     }
     return found | {name: "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" for name, rows in shared.items() if rows}

@@ -38,13 +38,13 @@ class Results(NamedTuple):
     """All that was read.
 
     devices: a GPU's first. engines: rows of reshard_bytes.json. predictions: rows of predicted.json. measured: rows of
-    `MEASURED_FILES`. variants: rows of the newest aot/triton-*.json.
+    each file of `MEASURED_FILES`, by the file's name. variants: rows of the newest aot/triton-*.json.
     """
 
     devices: tuple[Device, ...]
     engines: Rows
     predictions: Rows
-    measured: Rows
+    measured: Mapping[str, Rows]
     variants: Rows
     triton: str
     budgets: int
@@ -75,7 +75,7 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
         devices=tuple(sorted(devices, key=lambda device: (device.newest.on_cpu, device.name))),
         engines=shared(results / "reshard_bytes.json", ENGINE),
         predictions=shared(results / "predicted.json", PREDICTION),
-        measured=tuple(row for name in MEASURED_FILES for row in shared(results / name, MEASURED)),
+        measured={name: shared(results / name, MEASURED) for name in MEASURED_FILES},
         variants=shared(compiled, VARIANT),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",
         budgets=len(budgets.counts) if budgets else 0,
