@@ -28,8 +28,8 @@ from benchmarks.record import Case, HistoryError, Run, Spread, naming, printable
 
 BUDGETS = Path(__file__).parent / "budgets.toml"
 RUNS = 5
-EXACT = ("collectives", "peak_bytes")  # beside times: what no clock takes
-UNKNOWN = Spread(0, 1, math.inf)  # the ratio to a baseline that there is not
+EXACT = ("collectives", "peak_bytes")  # counted figures of timed cases
+UNKNOWN = Spread(0, 1, math.inf)  # the ratio where there is no baseline
 ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
 
 
@@ -55,10 +55,11 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A time of Weft's, now and before, by the baseline whose ratio moved the least.
+    """A time of Weft's, now and before, judged by the baseline whose ratio moved the least.
 
-    baseline: that way's name; None where no other way was timed in both runs.  before, now: its time over Weft's.
-    noise: now / before, from the least to the most that the spreads of all baselines' ratios allow.
+    baseline: the name of this baseline; None where no baseline was timed in both runs.
+    before, now: the baseline's time over Weft's.
+    noise: the least and the greatest now / before, by the spreads of the ratios to all baselines.
     """
 
     case: Case
@@ -70,7 +71,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Below 1 it is slower now: beside its baseline, or by the clock where it has none."""
+        """Below 1 if Weft is slower now: relative to the baseline, or by the clock where there is no baseline."""
         return self.now.median / self.before.median if self.baseline else self.seconds / self.case.seconds.median
 
     @property
@@ -108,15 +109,17 @@ class Count:
 
     @property
     def growth(self) -> float:
-        """Above 1 it is more now."""
+        """Now over before: above 1 if the figure has grown."""
         return self.now / self.before if self.before else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The times of Weft's that were timed before, too; what breaks a budget; what is worth a word.
+    """A run beside earlier runs.
 
-    counts: figures of Weft's that no clock takes and that are others than in the newest run that has them.
+    changes: of every time of Weft's that earlier runs have, too.
+    counts: counted figures of Weft's, where the newest earlier run with the figure has a different number.
+    failures: lines about exceeded budgets and lost cases.  notes: further lines to print.
     """
 
     changes: tuple[Change, ...]
@@ -126,7 +129,7 @@ class Comparison:
 
 
 def changes(new: Run, old: Sequence[Run]) -> list[Change]:
-    """The times of Weft's in `new`, beside the medians over those of `old` that timed them. Raises HistoryError."""
+    """Each time of Weft's in `new`, beside the median over the runs of `old` with this time. Raises HistoryError."""
     if others := {run.device for run in old} - {new.device}:
         told = ", ".join(sorted(map(repr, others)))
         raise HistoryError(f"the run is of {new.device!r}, those before are of {told}; give runs of one device")
@@ -148,12 +151,12 @@ def _timed(run: Run) -> dict[tuple[str, str, str], dict[str, Case]]:
 
 
 def baselines(case: Case, ways: Mapping[str, Case]) -> dict[str, Spread]:
-    """The time of each way that ran beside a case of Weft's and is none of Weft's, over the case's time."""
+    """For each baseline timed beside a case of Weft's: the baseline's time over the case's."""
     return {way: each.seconds.over(case.seconds) for way, each in ways.items() if not each.ours}
 
 
 def _change(case: Case, now: Mapping[str, Case], before: Sequence[Mapping[str, Case]]) -> Change:
-    """before: of each earlier run that timed the case, all its ways."""
+    """The Change of a case. before: for each earlier run with the case, the cases of all ways."""
     seconds = statistics.median(ways[case.way].seconds.median for ways in before)
     then = [baselines(ways[case.way], ways) for ways in before]
     found = [
@@ -170,7 +173,7 @@ def _change(case: Case, now: Mapping[str, Case], before: Sequence[Mapping[str, C
 
 
 def sentence(found: Sequence[Change]) -> str:
-    """How many of the times that have a baseline changed."""
+    """A sentence with the number of changed times, of all times with a baseline."""
     judged = [change for change in found if change.baseline]
     if not judged:
         return "no time is compared"
@@ -181,17 +184,17 @@ def sentence(found: Sequence[Change]) -> str:
 
 
 def same_clock(one: Run, other: Run, kind: str) -> bool:
-    """Whether their times of that kind are of one machine, and it was recorded."""
+    """Whether both runs took times of this kind on the same, recorded machine."""
     return one.clock(kind) is not None and one.clock(kind) == other.clock(kind)
 
 
 def timed_alike(new: Run, old: Sequence[Run], kind: str) -> list[Run]:
-    """The runs whose times of that kind are compared with those of `new`: the last five of its machine."""
+    """The runs to compare with `new` in times of this kind: the last five on the same machine."""
     return [run for run in old if same_clock(new, run, kind)][-RUNS:]
 
 
 def counted(case: Case) -> dict[str, float]:
-    """The figures of a measured case that no clock takes: all of a counted one, those of EXACT of a timed one."""
+    """The counted figures of a measured case: all numbers of a counted case, and EXACT of a timed case."""
     if case.status != "measured":
         return {}
     return {
@@ -202,7 +205,7 @@ def counted(case: Case) -> dict[str, float]:
 
 
 def counts(new: Run, old: Sequence[Run]) -> list[Count]:
-    """What changed of Weft's counted figures, points of curves aside: no machine changes them."""
+    """The changed counted figures of Weft's, without points of curves. A count does not depend on the machine."""
     before: dict[tuple[str, str, str], Case] = {}
     for case in (case for run in old for case in run.cases if case.status == "measured"):
         before[case.key] = case  # the newest stays
@@ -259,14 +262,14 @@ def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
 
 
 def _mean(members: Sequence[Change]) -> tuple[float, float]:
-    """The geometric mean of the ratios, and the upper end of its noise: the root of the n cases' squares, over n."""
+    """The geometric mean of n ratios, and the upper end of the mean's noise: sqrt(sum of squared noises) / n."""
     mean = statistics.geometric_mean(change.ratio for change in members)
     halves = [math.log(high / low) / 2 for low, high in (change.noise for change in members)]
     return mean, mean * math.exp(math.hypot(*halves) / len(members))
 
 
 def _counted(new: Run, counts: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Figures of Weft's above their budget; budgets that no figure has."""
+    """Lines about figures of Weft's above the budget, and about budgets without a figure."""
     over, met = [], set()
     for case in (case for case in new.cases if case.ours and case.status == "measured"):
         for key, value in case.numbers.items():
@@ -278,7 +281,7 @@ def _counted(new: Run, counts: Mapping[str, float]) -> tuple[list[str], list[str
 
 
 def _lost(new: Run, old: Sequence[Run], retired: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Cases that were measured before, and now failed or are gone; baselines that are merely not installed."""
+    """Lines about cases measured before which now failed or are gone, and about baselines not installed now."""
     before = {case.key: (case, run) for run in old for case in run.cases if case.status == "measured"}
     now = {case.key: case for case in new.cases}
     lost: list[str] = []
@@ -302,25 +305,25 @@ def _median(spreads: Sequence[Spread]) -> Spread:
 
 
 def newest(results: Path = history.RESULTS) -> Run | None:
-    """Of all devices. Raises HistoryError where it cannot be read: an older run would answer another question."""
+    """The newest run of all devices. Raises HistoryError if this run cannot be read; no older run takes the place."""
     files = sorted(results.glob(f"*/{history.RUN_FILES}"), key=lambda file: file.name)  # which begins with the time
     return history.read(files[-1]) if files else None
 
 
 def before(new: Run, results: Path = history.RESULTS) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs of its device before it, as `beside` takes them; a line on each file that could not be read."""
+    """The earlier runs on the device of `new`, for `beside`; and a line for each unreadable file."""
     found = history.runs(new.device, results)
     return beside(new, [run for run in found.runs.values() if run != new and run.time <= new.time]), found.unreadable
 
 
 def beside(new: Run, earlier: Sequence[Run]) -> list[Run]:
-    """The last five of `earlier`, oldest first; with runs of one machine, the last five of that too."""
+    """The last five of `earlier`, and the last five on the machine of `new`, oldest first."""
     of_its_machine = timed_alike(new, earlier, "host_time")
     return [run for run in earlier if run in (*earlier[-RUNS:], *of_its_machine)]
 
 
 def of_groups(new: Run, old: Sequence[Run]) -> list[Run]:
-    """The cases of `old` whose groups `new` measured, in runs that have any: what -k left out of `new` is not gone."""
+    """`old` with the groups measured in `new` alone, so that groups left out by -k are not lost; without empty runs."""
     groups = {case.group for case in new.cases}
     kept = [(run, tuple(case for case in run.cases if case.group in groups)) for run in old]
     return [replace(run, cases=cases) for run, cases in kept if cases]

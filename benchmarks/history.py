@@ -34,20 +34,20 @@ from benchmarks.record import STATUSES, TIME, Case, HistoryError, Run, folder_na
 __all__ = ["Case", "History", "HistoryError", "Run", "add", "devices", "load", "read", "recorded", "runs"]
 
 RESULTS = Path(__file__).parent / "results"
-RUN_FILES = "[0-9]*T[0-9]*Z_*.json"  # others write files of their own into a device's folder
-OF_A_CASE = {"case", "way", "kind", "status", "error", "configuration"}  # words that are no version
+RUN_FILES = "[0-9]*T[0-9]*Z_*.json"  # of runs, beside the index.json of a device
+OF_A_CASE = {"case", "way", "kind", "status", "error", "configuration"}  # words of a benchmark which are not versions
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The runs of a device by the names of their files, oldest first; a line on each file that could not be read."""
+    """The runs of a device by file name, oldest first, and a line for each unreadable file."""
 
     runs: Mapping[str, Run]
     unreadable: tuple[str, ...]
 
 
 def runs(device: str, results: Path = RESULTS) -> History:
-    """All that can be read of a device's history."""
+    """The history of a device: all readable runs."""
     folder = results / folder_name(device)
     found: dict[str, Run] = {}
     unreadable = []
@@ -63,14 +63,14 @@ def runs(device: str, results: Path = RESULTS) -> History:
 
 
 def devices(results: Path = RESULTS) -> list[str]:
-    """The folders that hold runs."""
+    """The names of folders with runs."""
     return sorted({file.parent.name for file in results.glob(f"*/{RUN_FILES}")})
 
 
 def recorded(file: Path, device: str | None = None, commit: str | None = None) -> Run:
-    """The run that pytest-benchmark wrote into `file`.
+    """The run in a JSON file of pytest-benchmark.
 
-    device, commit: where the file says none, as of a copy without its repository. Raises HistoryError.
+    device, commit: for a file without device or commit, as from a copy without repository. Raises HistoryError.
     """
     with naming(file, "correct --device, --commit or what the benchmarks put into extra_info, and run them again"):
         raw = json_of(file)
@@ -95,7 +95,8 @@ def recorded(file: Path, device: str | None = None, commit: str | None = None) -
             told = " and ".join(sorted(set(map(repr, names)))) or "none; --device cpu would name one"
             raise ValueError(f"a run is of one device, and this one names {told}")
         made = datetime.fromisoformat(taken(raw, "datetime", str))
-        made = made if made.tzinfo else made.replace(tzinfo=UTC)  # older pytest-benchmarks leave it out
+        # Missing in files of older versions of pytest-benchmark.
+        made = made if made.tzinfo else made.replace(tzinfo=UTC)
         machine = {"python_version": "", "versions": {}, "ceilings": {}, "machine": {}} | machine
         versions = {"python": machine["python_version"]} | taken(machine, "versions", dict)
         return Run(
@@ -111,7 +112,7 @@ def recorded(file: Path, device: str | None = None, commit: str | None = None) -
 
 
 def _commit(told: str, asked: str | None) -> str:
-    """The commit of a run. Raises ValueError where it is of another than was asked for."""
+    """The commit of a run. Raises ValueError if `asked` differs."""
     if told in ("", "unversioned"):  # pytest-benchmark's word
         return asked or ""
     if asked and not str(told).startswith(asked):
@@ -127,7 +128,7 @@ def load(file: Path) -> Run:
 
 
 def add(file: Path, device: str | None = None, results: Path = RESULTS, commit: str | None = None) -> Path:
-    """Adds the run that pytest-benchmark wrote into `file`, once however often. Raises HistoryError."""
+    """Add the run in a JSON file of pytest-benchmark; a second call adds nothing. Raises HistoryError."""
     run = recorded(file, device, commit)
     path = run.write(results / folder_name(run.device))
     rows = [json.dumps(_index_row(name, each)) for name, each in runs(run.device, results).runs.items()]
@@ -136,7 +137,7 @@ def add(file: Path, device: str | None = None, results: Path = RESULTS, commit: 
 
 
 def case_of(benchmark: Mapping[str, Any]) -> Case:
-    """The case that one of pytest-benchmark's records tells of, as above. Raises ValueError."""
+    """The case in a record of pytest-benchmark, by the rules in the module's docstring. Raises ValueError."""
     extra = dict(benchmark["extra_info"])
     way, kind, status = extra.pop("way", "Weft"), extra.pop("kind", "host_time"), extra.pop("status", "measured")
     name, _, ids = benchmark["name"].removeprefix("test_").partition("[")
@@ -155,7 +156,7 @@ def case_of(benchmark: Mapping[str, Any]) -> Case:
 
 
 def _by_its_clock(stats: Mapping[str, Any]) -> dict[str, float]:
-    """pytest-benchmark's own seconds; the percentiles where it kept those of each round."""
+    """pytest-benchmark's own median, and percentiles if the file has the seconds of each round."""
     seconds: dict[str, float] = {"seconds_median": taken(stats, "median", float)}
     if len(stats.get("data", ())) > 1:
         fifths = statistics.quantiles(stats["data"], n=5, method="inclusive")

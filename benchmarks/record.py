@@ -1,7 +1,7 @@
 """A run of the benchmarks, as a value and as a file.
 
-A run file is JSON, a line for each case, sorted by group, name and way: what was measured, on which device, with which
-versions. Every number is in SI units.
+A run file is JSON with device, versions and a line for each case, sorted by group, name and way. Every number is in SI
+units.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 SCHEMA = 1
 TIME = "%Y-%m-%dT%H:%M:%SZ"
-KINDS = ("time", "host_time", "count")  # a kernel's time on a GPU; a CPU's; counted, by no clock
+KINDS = ("time", "host_time", "count")  # time of a kernel on a GPU; time of a CPU; counted, not timed
 STATUSES = ("measured", "absent", "failed")
-POINT = re.compile(r"(.+)_(\d{3})")  # the name of a figure that is a point of a curve
+POINT = re.compile(r"(.+)_(\d{3})")  # the name of a point of a curve
 
 Figure = str | int | float
 
 
 class HistoryError(ValueError):
-    """A file that is no run, or runs that cannot be compared: which, what is wrong, the remedy."""
+    """A file is no run, or runs cannot be compared. The message has file or runs, the problem and the remedy."""
 
 
 def ours(way: str) -> bool:
-    """Whether a way is Weft, or a form of it."""
+    """Whether a way is Weft, or a form of Weft."""
     return way == "Weft" or way.startswith(("Weft,", "Weft "))
 
 
@@ -47,18 +47,19 @@ class Spread:
         return self.p20, self.p80
 
     def over(self, other: Spread) -> Spread:
-        """The ratio of this time to another: from the one's 20th percentile over the other's 80th to the reverse."""
+        """The ratio self / other: the least is p20 / p80, the greatest p80 / p20."""
         return Spread(self.p20 / other.p80, self.median / other.median, self.p80 / other.p20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to compute one thing, and its figures.
+    """A computation in a way, with the figures measured.
 
-    group, name: what is computed.  way: "Weft", a form of it ("Weft, one shard", "Weft zero=2"), or a baseline's name.
+    group, name: of the computation.
+    way: "Weft", a form of Weft ("Weft, one shard", "Weft zero=2"), or the name of a baseline.
     kind: "time" of a kernel on a GPU, "host_time" of a CPU, or "count".  status: "measured", "absent" or "failed".
     figures: numbers in SI units, and words.
-    Raises ValueError for figures that are neither, and for a measured time without seconds_median.
+    Raises ValueError for a figure of a further type, and for a measured time without seconds_median.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is the same in another run of the same case."""
+        """Equal for the same case in all runs."""
         return self.group, self.name, self.way
 
     @property
@@ -97,7 +98,7 @@ class Case:
 
     @property
     def outcome(self) -> str:
-        """The status; where it failed, with the error."""
+        """The status; with the error if the case failed."""
         if self.status != "failed":
             return self.status
         return printable(f"failed: {self.figures.get('error', 'no error was told')}")
@@ -108,19 +109,19 @@ class Case:
 
     @property
     def seconds(self) -> Spread:
-        """Of a timed case; where there are no percentiles, the median stands for them."""
+        """The time of a timed case. Missing percentiles are the median."""
         numbers = self.numbers
         median = numbers["seconds_median"]
         return Spread(numbers.get("seconds_p20", median), median, numbers.get("seconds_p80", median))
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """The figures that are no words, as true and false are, and no points of a curve."""
+        """The numbers by name, without points of curves. True and false count as words."""
         return {key: value for key, value in self.all_numbers() if not POINT.fullmatch(key)}
 
     @property
     def curves(self) -> dict[str, dict[int, float]]:
-        """The points of each: of "step_001", "step_002", … those of "step" are 1, 2, …"""
+        """The points of each curve, by number: the figures "step_001" and "step_002" are points 1 and 2 of "step"."""
         found: dict[str, dict[int, float]] = {}
         for key, value in sorted(self.all_numbers()):
             if point := POINT.fullmatch(key):
@@ -128,17 +129,17 @@ class Case:
         return found
 
     def all_numbers(self) -> list[tuple[str, int | float]]:
-        """With the points of curves, as they are named."""
+        """All numbers with their names, points of curves included."""
         return [(key, value) for key, value in self.figures.items() if not isinstance(value, str | bool)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The cases that were measured together: one device, one commit, one time (UTC).
+    """Cases measured together, on the same device, commit and time (UTC).
 
-    versions: of python, torch, triton, weft, ….  ceilings: what the device can do at the most, in SI units.
+    versions: of python, torch, triton, weft, ….  ceilings: the device's peak rates, in SI units.
     machine: "cpu", the model; "cores" available to the run; "load" of the minute before the run. Empty if not recorded.
-    Raises ValueError for cases of other devices, for one case twice, and for a kernel's time on a CPU.
+    Raises ValueError for cases of several devices, for a case given twice, and for a kernel's time on a CPU.
     """
 
     device: str
@@ -171,7 +172,7 @@ class Run:
                 raise ValueError(f"{case.title} is a kernel's time, of a CPU; a CPU's is of kind 'host_time'")
 
     def clock(self, kind: str) -> tuple[Figure, ...] | None:
-        """The GPU or CPU behind times of this kind: only equal ones are compared. None if the run did not record it."""
+        """The GPU or CPU behind times of this kind, None if not recorded. Runs with equal clocks alone are compared."""
         if kind == "time":
             return (self.device,)
         return (self.machine["cpu"], self.machine["cores"]) if {"cpu", "cores"} <= self.machine.keys() else None
@@ -189,16 +190,16 @@ class Run:
         return self.device.casefold() == "cpu"
 
     def text(self) -> str:
-        """The content of its file."""
+        """The content of the run's file."""
         head = {"schema": SCHEMA, **{each.name: getattr(self, each.name) for each in fields(self)[:-1]}}
-        if not self.machine:  # as in the files that were written before runs said it
+        if not self.machine:  # as in older files, from before runs recorded the machine
             del head["machine"]
         lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in head.items()]
         cases = [f"  {json.dumps(_flat(case))}" for case in self.cases]
         return "{\n" + ",\n".join(lines) + ',\n "cases": [\n' + ",\n".join(cases) + "\n ]\n}\n"
 
     def write(self, folder: Path) -> Path:
-        """Its file in `folder`, named by time and commit, and by a number where another run has that name already."""
+        """Write the run in `folder`, named by time and commit, with a number if the name is taken; returns the path."""
         folder.mkdir(parents=True, exist_ok=True)
         commit = re.sub("[^0-9A-Za-z]", "", self.commit)[:10] or "unversioned"
         stem = f"{re.sub('[-:]', '', self.time)}_{commit}"
@@ -215,7 +216,7 @@ class Run:
 
 
 def read(file: Path) -> Run:
-    """The run in a file that `Run.write` made. Raises HistoryError."""
+    """The run in a file of `Run.write`. Raises HistoryError."""
     with naming(file, "remove the file, or add the run anew from pytest-benchmark's JSON"):
         raw = json_of(file)
         if raw.get("schema") != SCHEMA:
@@ -236,13 +237,13 @@ def folder_name(device: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Newlines, and all else that shows nothing or that a terminal obeys, as Python writes them."""
+    """The text with newlines, control characters and invisible characters escaped as in Python."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @contextmanager
 def naming(file: Path, remedy: str) -> Iterator[None]:
-    """What is wrong with `file` becomes one line: which file, what is wrong, the remedy."""
+    """Context that turns errors about `file` into HistoryError, a line with the file, the problem and the remedy."""
     try:
         yield
     except HistoryError:
@@ -288,12 +289,12 @@ def _parsed(file: Path) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one that can be divided by another and shown: 0, or of a size that something measured may have."""
+    """Whether the value is 0, or a number from 1e-100 to 1e100, whose ratios can be computed and shown."""
     return isinstance(value, int | float) and (value == 0 or 1e-100 < abs(value) < 1e100)
 
 
 def taken(raw: object, name: str, kind: type) -> Any:
-    """raw[name], of that kind. Raises ValueError."""
+    """raw[name], checked to be of type `kind`. Raises ValueError."""
     if not isinstance(raw, dict) or not isinstance(raw.get(name), kind):
         found = f"{raw[name]!r:.60}" if isinstance(raw, dict) and name in raw else "missing"
         raise ValueError(f"{name!r} is {found}, and a {kind.__name__} is wanted")

@@ -55,9 +55,8 @@ def test_a_layer_on_a_cpu(name: str, N: int, H: int, tell: Tell) -> None:
     case = CASES[name]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.empty(
-        30 << 20, dtype=torch.uint8
-    )  # freed at once; afterwards glibc keeps freed memory of this size, so later allocations get no fresh pages
+    # Freed at once; afterwards glibc keeps freed memory of this size, so later allocations get no fresh pages.
+    torch.empty(30 << 20, dtype=torch.uint8)
     try:
         given = layers.operands(case, N, H, "cpu", 0, torch.float32)
         upstream = layers.upstream_of(layers.as_tuple(case.eager(*given)), torch.float32)

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", reason="checkpoints are written with safetens
 from weft.mesh import ProcessMesh
 from weft.models import Llama, PipelinePlan
 from weft.models.parallel.pipeline.run import stage_mesh_of
-from weft.models.schedules.schedule import NAMES, Name, bubble_formula, simulate
+from weft.models.schedules.schedule import NAMES, ScheduleName, bubble_formula, simulate
 from weft.models.step.followed_step import Memory
 from weft.models.step.memory import predict_memory
 
@@ -40,8 +40,8 @@ class Ran:
     in_flight: list[int]  # the most microbatches in flight on each rank
 
 
-def schedules(pool: Pool) -> dict[Name, Ran]:
-    found: dict[Name, Ran] = {}
+def schedules(pool: Pool) -> dict[ScheduleName, Ran]:
+    found: dict[ScheduleName, Ran] = {}
     for name in NAMES:
         of_ranks = pool.run(one_step, {"pp": STAGES}, "llama", {}, {"schedule": name}, ranks=STAGES)
         planned = PipelinePlan(schedule=name).make_schedule(STAGES, MICROBATCHES)

@@ -115,9 +115,8 @@ def measure(
     rows, chip = Timing.read(table), chip_name(torch.device(device))
     for M, (form, N, K) in itertools.product(tokens, products):
         known = rows.get(ShardedProduct.of(form, chip, dtype, dist.get_world_size(), M, N, K))
-        if (
-            known is not None and known.where == where
-        ):  # all ranks agree: all read the same table, and add the same rows
+        # All ranks agree: all read the same table, and add the same rows.
+        if known is not None and known.where == where:
             continue
         row = timed(form, M, N, K, device, dtype, clock, where)
         rows[row.of] = row

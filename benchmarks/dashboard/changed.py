@@ -66,8 +66,8 @@ def changed(device: Device) -> Changed:
     every.sort(key=lambda line: (not line.broken, -round(line.growth, 4), line.name, line.of))
     shown = [line for line in every if line.group != COMPILED]
     counts = [line.growth > 1 for line in shown if line.clock == "counted"]
-    told = f"{sum(counts) or 'none'} grew and {len(counts) - sum(counts) or 'none'} fell" if counts else "none changed"
-    said = f"{where}, {sentence(found.changes)}; of the counted figures {told}."
+    told = f"counted figures: {sum(counts) or 'none'} grew, {len(counts) - sum(counts) or 'none'} fell"
+    said = f"{where}, {sentence(found.changes)}; {told if counts else 'no counted figure changed'}."
     return Changed(said, _beside(device, found.changes), shown, [line for line in every if line.group == COMPILED])
 
 

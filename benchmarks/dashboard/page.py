@@ -91,12 +91,14 @@ def _shared(results: Results) -> list[Section]:
     if results.engines:
         title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
         made.append(Section("every-ratio", title, drawn, [tables.engines(results.engines)]))
-    if rows := results.predictions:
-        title = "Predicted steps, beside those that others have published"
-        made.append(Section("predicted", title, [figures.predicted(rows, "reported")], [tables.predictions(rows)]))
-    if rows := tuple(chain.from_iterable(results.measured.values())):
-        title = "Predicted steps, beside the same steps on a machine"
-        made.append(Section("measured", title, [figures.predicted(rows, "measured")], [tables.measured(rows)]))
+    here = tuple(chain.from_iterable(results.measured.values()))
+    for kind, rows, beside, title in (
+        ("predicted", results.predictions, "reported", "Published steps, predicted beside reported"),
+        ("measured", here, "measured", "Steps run here, predicted beside measured"),
+    ):
+        if rows:
+            drawn = [figures.predicted(rows, beside)]
+            made.append(Section(kind, title, drawn, [tables.predictions(rows, beside)]))
     if rows := results.variants:
         spills = sum(row["spill_bytes"] > 0 for row in rows)
         registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))

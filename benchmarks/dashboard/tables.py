@@ -191,31 +191,24 @@ def engines(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table("engines", "Bytes over the fewest possible, by mesh, shape and engine", head, made)
 
 
-def predictions(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Predicted beside reported figures of published steps, with their sources."""
-    made = []
-    for each in rows:
-        unit = "time" if each["figure"] == "seconds" else "bytes"
-        values = [quantity(unit, each[key]) for key in ("predicted", "reported")]
-        use = Cell("held out" if each["held_out"] else "given", missing=True)
-        ratio, source = times(each["predicted"] / each["reported"]), Cell(printable(each["source"]), missing=True)
-        cells: list[Cell | str] = [*values, ratio, use, source]
-        made.append(row((each["row"], each["figure"]), cells))
-    head = ("step", "figure", "predicted", "reported", "predicted / reported", "use", "source")
-    return table("predictions", "Steps that others have published: predicted beside reported", head, made)
+CAPTIONS = {  # by the name of the value beside a prediction
+    "reported": ("predictions", "Steps that others have published: predicted beside reported"),
+    "measured": ("measured", "Steps of small models, run here: predicted beside measured"),
+}
 
 
-def measured(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Predicted beside measured figures of steps on a machine of this project."""
+def predictions(rows: Sequence[Mapping[str, Any]], beside: str) -> Table:
+    """Predicted figures of steps, beside the figures "reported" by others or "measured" here."""
     made = []
     for each in rows:
-        unit = "time" if each["figure"] == "seconds" else "bytes"
-        values = [quantity(unit, each[key]) for key in ("predicted", "measured")]
-        ratio, machine = times(each["predicted"] / each["measured"]), Cell(printable(each["machine"]), missing=True)
-        cells: list[Cell | str] = [*values, ratio, machine]
+        unit, ratio = "time" if each["figure"] == "seconds" else "bytes", times(each["predicted"] / each[beside])
+        use = ["held out" if each["held_out"] else "given", each["source"]] if "source" in each else [each["machine"]]
+        values = (quantity(unit, each[key]) for key in ("predicted", beside))
+        cells: list[Cell | str] = [*values, ratio, *(Cell(printable(word), missing=True) for word in use)]
         made.append(row((each["row"], each["figure"]), cells))
-    head = ("step", "figure", "predicted", "measured", "predicted / measured", "machine")
-    return table("measured", "Steps of small models, run here: predicted beside measured", head, made)
+    of_rows = ("use", "source") if beside == "reported" else ("machine",)
+    name, caption = CAPTIONS[beside]
+    return table(name, caption, ("step", "figure", "predicted", beside, f"predicted / {beside}", *of_rows), made)
 
 
 def compiled(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,7 +1,7 @@
-"""Every test that pytest finds, whatever is selected; `python -m tests.architecture.collected` prints them as JSON.
+"""Lists every test in the repository, whatever is selected: `python -m tests.architecture.collected` prints JSON.
 
-For each test: its name, its marks, whether its function is marked exhaustive as a whole, whether the test runs on
-several processes, and, unless the test is marked exhaustive, the public names of the packages that its code uses.
+An entry of the list has the test's name and marks, whether the whole function is marked exhaustive, whether the test
+runs on several processes, and the public names of the packages used by the test's code (none for an exhaustive test).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 
 PACKAGES = ("weft.mesh.infer", "weft.reshard", "weft.kernels")
 Found = list[tuple[str, pytest.Item]]  # by name, before tests are deselected and pytest-xdist adds groups
-FOUND = pytest.StashKey[Found]()  # of a session that collects all tests; filled by tests/conftest.py
+FOUND = pytest.StashKey[Found]()  # in a session that collects all tests; filled by tests/conftest.py
 
 
 class Session:
-    """A pytest plugin that keeps the tests found."""
+    """A pytest plugin: keeps all collected tests."""
 
     def __init__(self) -> None:
         self.found: Found = []
@@ -49,7 +49,7 @@ def described(found: Found) -> list[dict[str, Any]]:
 
 
 def uses(item: pytest.Item) -> set[str]:
-    """Public names of the packages that the test's function, or a parameter of the test, reaches."""
+    """Public names of the packages reached from the test's function or from a parameter of the test."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     found: set[str] = set()
     for start in (item.obj, *parameters.values()):  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def uses(item: pytest.Item) -> set[str]:
 
 
 def reached_from(value: Any) -> set[str]:
-    """The public names that a function's code reaches, also through the tests' functions, or that a value contains."""
+    """The public names used by a function, directly or through functions of the tests, or contained in a value."""
     try:
         return _reached_from(value)
     except TypeError:  # not hashable
@@ -94,7 +94,7 @@ def _reached_from(value: Any) -> set[str]:
 
 
 def _loaded(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Values that the code loads by a global name, or as an attribute of a module."""
+    """Values loaded by the code: by a global name, or as an attribute of a module."""
     holder: object = None
     for operation, name in _operations(code):
         if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):

@@ -170,6 +170,7 @@ for package in sys.argv[1:]:
 """
 
 
+@pytest.mark.exhaustive
 def test_each_package_lists_its_public_names() -> None:
     """All public names are listed before their first use, for tab completion; every listed name exists."""
     command = [sys.executable, "-c", LISTS, *PACKAGES]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.rules import PACKAGES, ROOT, sources
-from tests.architecture.words import POINTING, pointing_words, prose, riddles
+from tests.architecture.words import POINTING, comments_behind_breaks, pointing_words, prose, riddles, types
 
 # Words that do not say what a value is or what a function does.
 PRONOUNS = {"they", "them", "those", "it"}
@@ -59,6 +60,35 @@ def test_kernels_and_losses_are_found() -> None:
 )
 def test_riddles_are_found(source: str, expected: set[str]) -> None:
     assert riddles(source, {"pull", "others", "made"}) == expected
+
+
+def test_a_public_type_has_one_meaning() -> None:
+    """No two modules, of any package, define public classes or aliases with the same name."""
+    modules = defaultdict(list)
+    for package in PACKAGES:
+        for path in sources(package):
+            for name in types(path.read_text()):
+                modules[name].append(str(path.relative_to(ROOT)))
+    assert len(modules) > 400
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
+def test_types_are_found() -> None:
+    source = "Any_T = TypeVar('T')\nAlias = Literal['a']\nMOST = 3\n_B = int\nclass Class:\n    E = int\nclass _D: ..."
+    assert types(source) == ["Alias", "Class"]
+
+
+def test_comments_stand_above_a_line_that_the_formatter_breaks() -> None:
+    paths = [path for folder in ("packages", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): comments_behind_breaks(path.read_text()) for path in paths}
+    assert len(found) > 900
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_comments_behind_breaks_are_found() -> None:
+    broken = "x = f(\n    1\n)  # a comment\nif (\n    x\n):  # a comment\n"
+    whole = "x = f(1)  # a comment\ny = f(\n    1,\n    2,\n)  # a comment\nz = [\n    1\n]  # fmt: skip\n"
+    assert comments_behind_breaks(broken + whole) == [3, 6]
 
 
 @pytest.mark.parametrize("folder", [*(f"packages/{package}" for package in PACKAGES), "tests/support", "docs"])

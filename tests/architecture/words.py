@@ -26,6 +26,28 @@ def _parts(name: str) -> list[str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
 
 
+def types(source: str) -> list[str]:
+    """The public classes and aliases of types that a module defines; without type variables, and without constants."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign) and not (
+            isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("TypeVar", "ParamSpec")
+        ):
+            found += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [name for name in found if name[0].isupper() and not name.isupper()]
+
+
+def comments_behind_breaks(source: str) -> list[int]:
+    """The numbers of lines with a comment behind a bracket that closes a statement broken over three lines."""
+    lines = source.splitlines()
+    closing = re.compile(r"\s*[)\]}]+[:,]?\s+# (?!type:|noqa|fmt)")
+    return [
+        at + 1 for at in range(2, len(lines)) if closing.match(lines[at]) and lines[at - 2].endswith(("(", "[", "{"))
+    ]
+
+
 def prose(path: Path) -> Iterator[str]:
     """The docstrings and comments of a Python file, or the text of a page without code."""
     source = path.read_text()

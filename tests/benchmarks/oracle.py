@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Cells = dict[
-    tuple[str, ...], list[Any]
-]  # by table, heads of the row and column: what a cell shows, what small under it
+# (table, heads of the row, column) -> the figure in the cell, and the figures in small print below.
+Cells = dict[tuple[str, ...], list[Any]]
 HEAD = ("group", "name", "way", "kind", "status")
 PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 NUMBER = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(%|×)?(?: ([TGMkmµn]?)(?:s|B|B/s|flop|flop/s)?)?")

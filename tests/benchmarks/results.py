@@ -24,19 +24,13 @@ def of_a_cpu(folder: Path) -> Path:
     (folder / "aot").mkdir()
     for name in ("aot/triton-3.7.1.json", "reshard_bytes.json", "predicted.json"):
         shutil.copy(ROOT / "benchmarks/results" / name, folder / name)
-    rows = [
-        {"row": "deep, dp", "figure": "seconds", "predicted": 0.1, "measured": 0.11, "machine": "CPU, a quiet hour"},
-        {"row": "wide, tp", "figure": "seconds", "predicted": 0.25, "measured": 0.2, "machine": "CPU, a quiet hour"},
-    ]
-    (folder / "predicted_seconds_here.json").write_text(json.dumps(rows))
-    memory = {
-        "row": "dp=2, rank 1",
-        "figure": "memory, counted",
-        "predicted": 2e8,
-        "measured": 1.99e8,
-        "machine": "CPU",
-    }
-    (folder / "predicted_memory_here.json").write_text(json.dumps([memory]))
+    columns, machine = ("row", "figure", "predicted", "measured", "machine"), "CPU, a quiet hour"
+    for name, rows in (
+        ("seconds", [("deep, dp", "seconds", 0.1, 0.11, machine), ("wide, tp", "seconds", 0.25, 0.2, machine)]),
+        ("memory", [("dp=2, rank 1", "memory, counted", 2e8, 1.99e8, "CPU")]),
+    ):
+        objects = [dict(zip(columns, row, strict=True)) for row in rows]
+        (folder / f"predicted_{name}_here.json").write_text(json.dumps(objects))
     cpu_run().write(folder / "cpu")
     return folder
 

@@ -1,4 +1,4 @@
-"""A run that is slower, counts more or has lost a case fails by name; noise, and a figure at the edge, do not."""
+"""A slower case, a larger count and a lost case fail the run by name; noise and a figure at the limit do not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def history_in(results: Path, *runs: Run) -> list[Path]:
 
 
 def slower(file: Path, name: str, factor: float) -> None:
-    """Plants a slowdown of one case in a run file."""
+    """Multiply the times of a case of Weft in a run's file by `factor`."""
     content = json.loads(file.read_text())
     (planted,) = (each for each in content["cases"] if each["name"] == name and each["way"] == "Weft")
     planted |= {key: value * factor for key, value in planted.items() if key.startswith("seconds")}
@@ -71,7 +71,7 @@ def test_a_slowdown_of_a_whole_group_fails_with_each_case_and_its_numbers() -> N
     ("cases", "failures"), [pytest.param(3, 0, id="few-within-it"), pytest.param(30, 1, id="many-beyond-it")]
 )
 def test_the_noise_of_a_group_falls_with_the_number_of_its_cases(cases: int, failures: int) -> None:
-    """A mean of 0.93 of cases that are told to 10%, then and now: the mean of 3 to 12%, that of 30 to 4%."""
+    """The group's mean ratio is 0.93. Each case has noise of 10% in both runs: 12% for a mean of 3, 4% for 30."""
 
     def noisy(median: float) -> list[Case]:
         wide = {"seconds_median": median, "seconds_p20": 0.9 * median, "seconds_p80": 1.1 * median}
@@ -115,7 +115,7 @@ def test_one_case_fails_beyond_the_noise_alone(ratio: float, p20: float, fails: 
     assert bool(compared(new, old).failures) == fails
 
 
-def test_what_is_not_a_kernel_of_wefts_may_be_slower() -> None:
+def test_baselines_and_times_of_the_host_may_be_slower() -> None:
     def cases(median: float) -> list[Case]:
         seconds = {"seconds_median": median}
         host = Case(name="step", group="losses", way="Weft", kind="host_time", status="measured", figures=seconds)
@@ -188,10 +188,10 @@ def test_a_case_may_be_missing_where(before: Case, now: Case | None, notes: int)
         pytest.param(["--only-measured"], ["losses: loss, CCE", "losses: linear loss"], id="only-measured"),
     ],
 )
-def test_a_run_of_some_benchmarks_loses_nothing_of_the_groups_that_it_left_out(
+def test_a_run_of_some_benchmarks_loses_no_case_of_further_groups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], lost: list[str]
 ) -> None:
-    """What it lacks in a group that it has is gone with either."""
+    """A case is lost if the run has measured the group without the case, with or without `--only-measured`."""
     left_out = run(case("step", group="others"), minute=0)
     whole = run(case("step", group="others"), *beside(case()), case(way="CCE"), case("linear loss"), minute=1)
     history_in(tmp_path, left_out, whole, run(*beside(case(median=2e-3)), minute=2))
@@ -225,7 +225,7 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 
 
 def noise_of_pairs() -> list[float]:
-    """Half of p20 to p80, relative, of every fourth layout change that the history timed: of a busy host."""
+    """Relative noise of a busy host: half of p20 to p80, of every fourth layout change in the history."""
     newest = list(history.runs("cpu").runs.values())[-1]
     pairs = [case.seconds for case in newest.cases if case.group == "reshard_time" and case.ours]
     return [(each.p80 - each.p20) / each.median / 2 for each in pairs][::4]

@@ -264,7 +264,7 @@ def test_the_machine_is_kept_with_the_run(tmp_path: Path) -> None:
     )
 
 
-def test_this_machine_is_told(tmp_path: Path) -> None:
+def test_a_run_records_the_cpu_and_the_load_of_this_machine(tmp_path: Path) -> None:
     found = machine.told()
     assert found["cpu"] and found["cores"] >= 1 and found["load"] >= 0
     cpuinfo = tmp_path / "cpuinfo"

@@ -152,7 +152,7 @@ def test_a_time_of_the_host_is_called_so() -> None:
     assert "| step | time of the host | 1.5 s |" in report.report(run(step, device="cpu", dirty=True))
 
 
-def test_what_changed_is_listed() -> None:
+def test_changed_times_and_counts_and_new_and_lost_cases_are_listed() -> None:
     old = run(
         *beside(case("a"), case("b")), case("c", peak_bytes=8), case("d"), counted(bytes=6, rows=1), unmeasured("e")
     )

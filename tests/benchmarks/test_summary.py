@@ -107,9 +107,8 @@ def test_lines_are_as_wide_as_the_terminal() -> None:
 def test_a_run_of_some_benchmarks_is_a_run_for_the_history(tmp_path: Path) -> None:
     """What was told is in the file that pytest-benchmark writes, and not how long the tests took."""
     file = tmp_path / "out.json"
-    alone = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
-    }  # of no worker of xdist
+    # As outside a worker of xdist.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks", "-k", "slow_axis or mesh_time", f"--benchmark-json={file}"],
         cwd=ROOT, env={**alone, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE, check=False,

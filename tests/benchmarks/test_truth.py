@@ -55,7 +55,7 @@ def test_the_truth_is_autograds() -> None:
 
 
 @pytest.mark.parametrize("kind", TRUTHS)
-def test_what_is_right_is_within_rounding(kind: str) -> None:
+def test_a_right_result_is_within_rounding(kind: str) -> None:
     found = errors("Weft", made(kind), TRUTHS[kind])
     assert found.keys() == {part.figure for part in TRUTHS[kind]}
     assert max(found.values()) < truth.SUMMED

@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_one_line_and_reads_no_weights(name: str, folder: Path) -> None:
     """Every folder's weights are damaged: a command that reads weights would say so."""

@@ -80,6 +80,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.exhaustive
 def test_a_conversation(folder: Path) -> None:
     options = ["--chat", "--temperature", "0", "--tokens", "6"]
     chat = Terminal([sys.executable, "-m", "weft.models.cli", "generate", str(folder), *options])

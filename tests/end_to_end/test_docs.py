@@ -27,7 +27,8 @@ QUICK = re.compile(
 # Commands run one after another, in a folder with this repository's licence, and their output.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
-LONG = {"benchmark", "transformers"}  # guides whose programs are covered by the tests of the benchmarks and of `patch`
+# Guides whose programs are covered by the tests of the benchmarks, of `patch` and of tests/models/checkpoints.
+LONG = {"benchmark", "transformers", "checkpoints"}
 CASES = [
     pytest.param(path, id=path.relative_to(ROOT).as_posix(), marks=[pytest.mark.exhaustive] * (path.stem in LONG))
     for path in PAGES

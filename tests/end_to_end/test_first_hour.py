@@ -1,6 +1,6 @@
-"""A new user's first hour: this repository cloned, and every command of its README typed in the clone.
+"""A new user's first hour: this repository is cloned, and every command of the README is typed in the clone.
 
-First the commands of its blocks, in order; then the commands in its sentences and tables.
+First the commands of code blocks, in order; then the commands in sentences and tables.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.end_to_end.test_exact_runs import bits_of
 
 README = (ROOT / "README.md").read_text()
 BOOK = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 200
-NOT_HERE = {"./run measure_gpu"}  # it needs a GPU
-# By a command's first words, a pattern that its output must match; the longest words that fit count.
+NOT_HERE = {"./run measure_gpu"}  # needs a GPU
+# The first words of a command -> a pattern for the command's output. Of several matching keys the longest counts.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
     "./run train --plan.exact": r"(?m)^saved (tall|square): .* for transformers",
@@ -38,7 +38,7 @@ SAID = {
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",
     "./run dashboard": r"dashboard/index\.html",
     "./run docs": r"docs/_build/html/index\.html",
-    ".nox/weft/bin/torchrun": r"(?m)^(\d\.\d{4})\s*(\1\s*){3}$",  # one loss, on four ranks whose lines may mix
+    ".nox/weft/bin/torchrun": r"(?m)^(\d\.\d{4})\s*(\1\s*){3}$",  # a loss, on four ranks whose lines may mix
     "pip install": r"Would install .*weft-models",
 }
 
@@ -51,7 +51,7 @@ def commands(markdown: str) -> list[str]:
 
 
 def inline(markdown: str) -> list[str]:
-    """Commands in backticks, each once, without the blocks' commands and commands that cannot run here."""
+    """Commands in backticks, each once, without commands of blocks and without commands that cannot run here."""
     sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"`(\./run \S[^`]*)`", sentences)
     return [command for command in dict.fromkeys(found) if command not in {*commands(markdown), *NOT_HERE}]
@@ -66,12 +66,12 @@ def expected(command: str) -> str:
 
 
 def denied(said: str) -> list[str]:
-    """Lines in which a command reports that a check failed."""
+    """Lines in which a command reports a failed check."""
     return re.findall(r"^.*\bNOT (?:within|as predicted)\b.*$", said, re.MULTILINE)
 
 
 def saved(markdown: str, folder: Path) -> None:
-    """Save the README's program under the name that it gives."""
+    """Save the program of the README under the name that the README gives."""
     (program,) = re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     (name,) = re.findall(r"Save it as `(\S+)`", markdown)
     (folder / name).write_text(program)
@@ -116,13 +116,13 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
 
 
 def exact_runs(typed_commands: list[str]) -> list[str]:
-    """The folders of the runs that take the sums of a named mesh, in order."""
+    """The folders of the runs with `exact`, in the order of the commands."""
     words = [command.split() for command in typed_commands if "--plan.exact" in command]
     return [each[each.index("--output") + 1] for each in words]
 
 
 def exact(shown: str) -> list[str]:
-    """The lines of a training's output that are the same in every run: the layout and the collectives."""
+    """The lines of a training's output that do not depend on the run: the layout and the collectives."""
     lines = shown.splitlines()
     return lines[1 : next(i for i, line in enumerate(lines) if line.startswith("check"))]
 
@@ -135,7 +135,7 @@ def test_commands_are_read_from_the_readme() -> None:
 
 
 def test_two_meshes_with_the_same_bits_are_typed_and_compared() -> None:
-    """Two runs that differ in their mesh and folder alone, and a command that compares the two folders."""
+    """Two runs with different meshes and folders, otherwise equal, and a command that compares the folders."""
     typed_commands = commands(README)
     first, second = (command for command in typed_commands if "--plan.exact" in command)
     runs = exact_runs(typed_commands)

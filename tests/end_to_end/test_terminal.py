@@ -22,17 +22,17 @@ PLAIN = [pytest.param({"NO_COLOR": "1"}, id="no-color"), pytest.param({"TERM": "
 
 
 class TestLayout:
-    def test_it_is_coloured_on_a_terminal(self) -> None:
+    def test_a_drawing_is_coloured_on_a_terminal(self) -> None:
         status, sent = on_terminal(LAYOUT, start=subprocess.Popen)
         assert status == 0
         assert "|\x1b[36m 0   \x1b[0m|\x1b[33m 1   \x1b[0m|" in sent
         assert ESCAPE.sub("", sent) == DRAWN
 
     @pytest.mark.parametrize("settings", PLAIN)
-    def test_it_is_plain_on_a_terminal_that_asks_for_that(self, settings: dict[str, str]) -> None:
+    def test_a_drawing_is_plain_on_a_terminal_without_colour(self, settings: dict[str, str]) -> None:
         assert on_terminal(LAYOUT, **settings) == (0, DRAWN)
 
-    def test_it_is_plain_in_a_pipe(self) -> None:
+    def test_a_drawing_is_plain_in_a_pipe(self) -> None:
         done = subprocess.run(LAYOUT, env=environment(), capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, DRAWN, "")
 
@@ -42,7 +42,7 @@ class TestLayout:
         assert "\x1b[36m 0   \x1b[0m" in written
         assert ESCAPE.sub("", written) == DRAWN
 
-    def test_it_fits_a_narrow_terminal(self) -> None:
+    def test_a_drawing_fits_a_narrow_terminal(self) -> None:
         wide = (*WEFT, "layout", "dp: S(1)", "--mesh", "dp=16", "--shape", "4096,4096")
         for columns in (40, 80):
             status, sent = on_terminal(wide, columns=columns, NO_COLOR="1")
@@ -51,7 +51,7 @@ class TestLayout:
 
 
 class TestHelp:
-    def test_it_is_coloured_and_in_boxes_on_a_terminal(self) -> None:
+    def test_help_is_coloured_and_in_boxes_on_a_terminal(self) -> None:
         status, sent = on_terminal(HELP)
         assert status == 0
         assert ESCAPE.search(sent)
@@ -64,14 +64,16 @@ class TestHelp:
 
     @pytest.mark.parametrize("command", [pytest.param(HELP, id="help"), pytest.param(MISTAKE, id="mistake")])
     @pytest.mark.parametrize("settings", PLAIN)
-    def test_it_has_no_colour_where_that_is_asked_for(self, command: tuple[str, ...], settings: dict[str, str]) -> None:
+    def test_help_and_mistakes_have_no_colour_where_none_is_wanted(
+        self, command: tuple[str, ...], settings: dict[str, str]
+    ) -> None:
         _, sent = on_terminal(command, **settings)
         assert not ESCAPE.search(sent)
 
     @pytest.mark.parametrize(
         ("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")]
     )
-    def test_it_is_plain_ascii_in_a_pipe(self, command: tuple[str, ...], ends: int) -> None:
+    def test_help_and_mistakes_are_ascii_in_a_pipe(self, command: tuple[str, ...], ends: int) -> None:
         status, written = in_pipe(command)
         assert status == ends
         assert written.isascii()
@@ -93,7 +95,7 @@ class TestHelp:
             said = process.stderr.read()
             assert (process.wait(), said) == (ends, "")
 
-    def test_it_names_the_program_as_the_user_called_it(self) -> None:
+    def test_help_names_the_program_as_the_user_called_it(self) -> None:
         command, named = (sys.executable, "-c", COMMANDS), environment(WEFT_PROGRAM="./run")
         done = subprocess.run(command, env=named, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")

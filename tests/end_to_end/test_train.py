@@ -24,7 +24,6 @@ from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
-PROFILED = ("--profile", "traces")
 SMALL = ("--data.sequence-length", "32", "--data.batch-size", "4", "--optimizer.warmup-steps", "2")
 
 
@@ -66,7 +65,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         "2",
         "--data.path",
         "text.txt",
-        *PROFILED,
         *SMALL,
         cwd=folder,
     )
@@ -134,12 +132,19 @@ def test_the_results_are_all_there(run: tuple[str, Path]) -> None:
     }
     assert {path.name for path in results.iterdir()} == names
     assert tomllib.loads((results / "config.toml").read_text())["steps"] == 5
-    for rank in range(4):
-        trace = json.loads((results.parents[1] / "traces" / f"rank-{rank}.json").read_text())
-        named = {event.get("name") for event in trace["traceEvents"]}
-        assert named >= {"gloo:all_reduce", *(f"weft.{part}" for part in get_args(Traced))}
     assert json.loads((results / "versions.json").read_text())["torch"]
     assert "layers.*.mlp.up_proj.weight: dp: R, tp: S(0)" in (results / "plan.txt").read_text()
+
+
+@pytest.mark.exhaustive  # the profiler takes as long as the run
+def test_a_profile_has_the_collectives_and_the_parts_of_a_step_on_each_rank(tmp_path: Path) -> None:
+    options = ["--steps", "5", "--eval-every", "2", "--save-every", "2", "--no-check", "--profile", "traces", *SMALL]
+    done = weft_preloaded("train", "--data.path", str(ROOT / "README.md"), *options, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for rank in range(4):
+        trace = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())
+        named = {event.get("name") for event in trace["traceEvents"]}
+        assert named >= {"gloo:all_reduce", *(f"weft.{part}" for part in get_args(Traced))}
 
 
 def test_transformers_loads_the_checkpoint_with_the_same_logits(run: tuple[str, Path]) -> None:

@@ -25,7 +25,7 @@ from tests.end_to_end.test_train import SMALL, WEFT
 from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
-BUSY = 10.0  # seconds allowed for other programs' use of the cores
+BUSY = 10.0  # seconds allowed for programs that share the cores
 SILENCE = 4  # seconds until a silent rank is given up
 TEXT = "weft and warp. " * 40
 TINY = ("--model.num-layers=1", "--data.path=text.txt")
@@ -82,7 +82,7 @@ def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(mesh: str, vic
     assert seconds < SILENCE + ANSWER_SECONDS + 2 * GRACE_SECONDS + BUSY
 
 
-@pytest.mark.exhaustive  # the sample has the case above, with ranks started by one command
+@pytest.mark.exhaustive  # the sample has the case above, with ranks started by `weft train`
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp_path: Path) -> None:
     """Rank 0, too, whose process hosts the store."""
@@ -120,8 +120,8 @@ def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp
 
 
 @pytest.mark.exhaustive  # the sample has a launcher's process in tests/models/test_processes.py
-def test_the_ranks_of_torchrun_end_with_it(tmp_path: Path) -> None:
-    """A torchrun killed by SIGKILL can end none of its ranks."""
+def test_the_ranks_of_torchrun_end_with_torchrun(tmp_path: Path) -> None:
+    """A torchrun killed by SIGKILL cannot end the ranks, so each rank has to end by itself."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     status, _, seconds = _disturb(
         tmp_path, 2, lambda parent, workers: os.kill(parent, signal.SIGKILL), program=(*torchrun, *WEFT[1:])
@@ -151,7 +151,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.exhaustive  # the sample has two runs that begin at once, in tests/models/test_train_pieces.py
+@pytest.mark.exhaustive  # tests/models/test_train_pieces.py has two runs at once in the sample
 @pytest.mark.parametrize("named", [True, False])
 def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(named: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
@@ -165,7 +165,8 @@ def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(na
     ]  # fmt: skip
     said = {run.returncode: run.stderr for run in map(_ended, started)}
     if named:
-        assert sorted(said) in ([0, 1], [0, 2])  # the second was refused at its start, or once the first had begun
+        # The second run is refused at the start (2), or after the first run has made the folder (1).
+        assert sorted(said) in ([0, 1], [0, 2])
         assert re.fullmatch(r"\s*weft train: the output folder run exists; give another .*\n", said[max(said)])
     else:
         assert said == {0: ""}
@@ -173,7 +174,7 @@ def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(na
 
 
 def _ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait for a run to end; returns its status and output."""
+    """Wait for the end of a run; returns the status and the output."""
     out, error = run.communicate(timeout=PATIENCE)
     return subprocess.CompletedProcess(run.args, run.returncode, out, error)
 
@@ -186,9 +187,10 @@ def _disturb(
     program: tuple[str, ...] = WEFT,
     mesh: Sequence[str] = (),
 ) -> tuple[int, list[str], float]:
-    """Start a long run, disturb it at step 3, and return its exit status, its message and the seconds until its end.
+    """Start a long run, call `disturb` at step 3, and wait for the end.
 
-    Fails unless all its processes end.
+    Returns the exit status, the lines of standard error, and the seconds from the call to the end. Fails unless all
+    processes of the run end.
     """
     (folder / "text.txt").write_text(TEXT)
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
@@ -203,7 +205,7 @@ def _disturb(
             workers = _workers(process.pid, ranks)
             disturb(process.pid, workers)
             disturbed = time.monotonic()
-            _, said = process.communicate(timeout=PATIENCE)  # its output is read: it says where it has saved
+            _, said = process.communicate(timeout=PATIENCE)  # read on: the run prints where a checkpoint was saved
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < PATIENCE
                 time.sleep(0.1)
@@ -213,12 +215,12 @@ def _disturb(
 
 
 def _heeds_interrupts() -> None:
-    """Handle SIGINT even if these tests ignore it, as in a shell that starts them in the background."""
+    """Restore the default handler of SIGINT: a shell that starts the tests in the background sets SIG_IGN."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _workers(parent: int, ranks: int) -> list[int]:
-    """The process ids of the ranks, in order: the children of `parent`, or of the fork server among them."""
+    """The process ids of the ranks, in order: children of `parent`, or of the fork server below `parent`."""
 
     def children(pid: int) -> list[int]:
         found = []

@@ -1,4 +1,4 @@
-"""Trainer runs in workers of the pool, which may kill themselves, and the files that such a run leaves."""
+"""Trainer runs in workers of the pool, in which a worker may kill itself, and the files of these runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def beside(folder: Path, what: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A mesh, its plan, and the number of steps taken under them. options: further fields of `CONFIG` that differ."""
+    """A mesh, a plan, and a number of steps. options: further fields, which replace fields of `CONFIG`."""
 
     steps: int = CONFIG.steps
     sizes: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Way:
         return torch.Size(self.sizes.values()).numel()
 
 
-# All have two microbatches: dropout draws per microbatch, so another number would drop other elements.
+# Two microbatches everywhere: dropout draws for each microbatch, so the dropped elements depend on the number.
 WAYS = {
     "dp2": Way(sizes={"dp": 2, "tp": 1}, plan={"microbatches": 2}),
     "tp2-zero3-dp2": Way(sizes={"dp": 2, "tp": 2}, plan={"zero": 3, "sequence": True, "microbatches": 2}),
@@ -78,10 +78,10 @@ WAYS = {
 class Victim:
     """The rank that kills itself, and when: once checkpoint `after` exists, after `work` and then a `pause`.
 
-    work: seconds of processor time. Seconds of wall time would vary too much on a busy machine: now a moment, now
-    half a run.
+    work: seconds of processor time. On a busy machine, a second of wall time may be a moment of the run, or half the
+    run.
 
-    after: the step of the checkpoint that must exist first.
+    after: the step of a checkpoint. The count of `work` begins when this checkpoint exists.
     """
 
     rank: int
@@ -92,10 +92,10 @@ class Victim:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of killed ranks, and of kills that runs survived.
+    """Counts of killed ranks, and of kills survived by runs.
 
-    A run survives a kill if it resumes from a checkpoint as new as its newest before the kill, and ends with the
-    bits of a run that was never killed.
+    A run survives a kill if no checkpoint older than the newest before the kill is resumed, and if the run ends with
+    the bits of a run without kills.
     """
 
     kills: int = 0
@@ -113,7 +113,7 @@ class Tally:
 class Fuse:
     """A context whose thread measures the work of this process, and kills the process at the victim's moment.
 
-    folder: the run's. A kill adds a line to the file KILLS beside it.
+    folder: of the run. A kill adds a line to the file KILLS beside this folder.
     """
 
     def __init__(self, victim: Victim, folder: Path) -> None:
@@ -148,9 +148,10 @@ class Fuse:
 
 
 def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
-    """Complete the run in `folder` from its newest checkpoint; returns its seconds of processor time.
+    """Complete the run in `folder` from the newest checkpoint; returns this rank's seconds of processor time.
 
-    Any folder with a checkpoint's name must be complete: a checkpoint gets its name at once, with all its files.
+    Any folder with a checkpoint's name must be complete: a folder gets the name by a rename, after all files are
+    written.
     """
     resume, wrong = newest_complete(folder)
     assert not wrong and (resume is None or resume == list(checkpoints(folder).values())[-1])
@@ -179,7 +180,7 @@ def complete(pool: Pool, way: Way, folder: Path) -> list[float]:
 
 
 def is_killed(pool: Pool, way: Way, folder: Path, victim: Victim) -> bool:
-    """Whether the victim was killed before the run completed. Raises RanksFailed for any other failure."""
+    """Whether the victim was killed before the run completed. Raises RanksFailed for every further failure."""
     try:
         pool.run(attempt, way, folder, victim, ranks=way.ranks)
     except RanksFailed as error:

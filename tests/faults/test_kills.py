@@ -115,7 +115,7 @@ def test_a_kill_that_a_run_does_not_survive_is_counted(
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_run_thatis_killed_after_its_last_step_exports_the_same(
+def test_a_run_that_is_killed_after_its_last_step_exports_the_same(
     rank: int, folder: Path, truths: Truths, pool: Pool
 ) -> None:
     """The last checkpoint is complete, and the exported model is missing or has just been written."""

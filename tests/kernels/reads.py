@@ -37,19 +37,19 @@ READING_ON_A_CPU = (
     "weft.kernels.attention.blocks.backward",
     "weft.kernels.experts.function.plain_forward",
     "weft.kernels.experts.function.plain_backward",
-    "weft.kernels.attention.options.number_of",  # of a key, which is on the CPU
+    "weft.kernels.attention.options.number_of",  # of dropout's key, which is on the CPU
 )
 _is_excused: ContextVar[bool] = ContextVar("_is_excused", default=False)
 
 
 @contextmanager
 def no_reads(*reading_on_the_host: str) -> Iterator[None]:
-    """`NoReads`, without the checks that a CPU makes because it waits for nothing.
+    """`NoReads`, with reads allowed which Weft makes on a CPU alone, where a read waits for no device.
 
-    These check values, and compare forward's guess of a loss's gradient, which a kernel does on a GPU. Attention on a
-    CPU also reads which keys each query sees, and experts on a CPU where each expert's rows end; the kernels read both
-    on the device.
-    reading_on_the_host: further functions, module.name, which read tensors that are on the host for any model.
+    These reads check values, and compare forward's guess of a loss's gradient (on a GPU in a kernel). Attention on a
+    CPU also reads the keys seen by each query, and experts on a CPU the end of each expert's rows; kernels read both on
+    the device.
+    reading_on_the_host: further functions, module.name, whose tensors are on the host under every model.
     """
     with ExitStack() as stack:
         for name in (*READING_ON_A_CPU, *reading_on_the_host):
@@ -76,10 +76,10 @@ def _excused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NoReads(TorchDispatchMode):
-    """Raises where an op would bring a tensor's number to the host, which would wait for a device.
+    """Raises AssertionError for an op that makes the host wait for a device.
 
-    That is a number, a shape that follows from values, or a copy to the CPU. On a CPU `x.to("cpu")` looks like a
-    move to the model's device: tests with tensors without data catch such copies.
+    Such an op returns a number, has a shape computed from values, or copies to the CPU. On a CPU `x.to("cpu")` cannot
+    be told from a move to the model's device: tests with tensors without data find these copies.
     """
 
     METHODS = ("__array__", "cpu", "numpy", "tolist")  # these reach no dispatch where the tensor is on the CPU
@@ -97,14 +97,14 @@ class NoReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its ops on local tensors come here
+            return NotImplemented  # DTensor then runs ops on local tensors, which this mode sees
         kwargs = kwargs or {}
         assert _is_excused.get() or not waits(func, args, kwargs), f"{func} makes the host wait"
         return func(*args, **kwargs)
 
 
 def _refused(name: str, method: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """The method, refused in the thread that must not wait; other threads, such as the data reader's, may call it."""
+    """The method, refused in the thread that must not wait; allowed in further threads, such as the data reader's."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         assert _is_excused.get() or threading.get_ident() != thread, f"Tensor.{name} makes the host wait"
@@ -114,7 +114,7 @@ def _refused(name: str, method: Callable[..., Any], thread: int) -> Callable[...
 
 
 def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a torch op waits for its operands' device."""
+    """Whether this call of a torch op waits for the device of the operands."""
     name = func.__name__.partition(".")[0].rstrip("_")
     if name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index"):
         return any(isinstance(each, Tensor) and each.dtype in MASKS for each in args[1])

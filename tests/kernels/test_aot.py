@@ -181,7 +181,7 @@ COST = {
         pytest.param({"inner_instructions": 69}, [], id="shorter-inner-loop"),
     ],
 )
-def test_what_costs_more_is_found(change, found):
+def test_a_kernel_that_costs_more_is_found(change, found):
     assert differences({("a", "sm_90"): COST}, {("a", "sm_90"): COST | change}) == found
 
 

@@ -171,9 +171,10 @@ COMPILED = ("attention", "linear", "linear_cross_entropy", "rms_norm")
 
 
 @pytest.mark.exhaustive
+# Each op once here; further tests run each op on DTensors, too.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in COMPILED[1:3])) for name in COMPILED]
-)  # each op once; each is on DTensors, too, below
+)
 def test_a_compiled_op(name: str) -> None:
     compiled_as_eager(name, None)
 

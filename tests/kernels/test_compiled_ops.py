@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from weft.kernels import add, cross_entropy, dropout, layer_norm, matmul, rms_norm, route
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import distribute, layout_of, reshard
 
@@ -58,6 +59,38 @@ ALONE = [pytest.param((name,), id=name, marks=pytest.mark.exhaustive) for name i
 @pytest.mark.parametrize("names", [pytest.param(("linear", "attention", "embedding"), id="a-few"), *ALONE])
 def test_ops_on_plain_tensors(names: tuple[str, ...]) -> None:
     ops_compile(names)
+
+
+@pytest.mark.parametrize("names", [pytest.param(("rms_norm",), id="a-norm"), *ALONE])
+def test_ops_where_nothing_needs_a_gradient(names: tuple[str, ...]) -> None:
+    """In grad mode, as a model in evaluation without `torch.no_grad()`: Dynamo cannot trace an op's autograd here."""
+    torch._dynamo.reset()
+    for name in names:
+        run, ids, tensors = OPS[name]
+        operands = [each.detach() for each in tensors]
+        compiled = torch.compile(partial(run, ids), fullgraph=True, backend="aot_eager")
+        same(compiled(*operands), run(ids, *operands))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda x, number: rms_norm(x, None, number), id="rms_norm"),
+        pytest.param(lambda x, number: layer_norm(x, None, None, number), id="layer_norm"),
+        pytest.param(lambda x, number: add(x, x, alpha=number), id="add"),
+        pytest.param(lambda x, number: matmul(x, x.mT, alpha=number, residual=x[:1, :1], beta=number), id="matmul"),
+        pytest.param(lambda x, number: route(x, 2, scale=number)[1], id="route"),
+        pytest.param(lambda x, number: cross_entropy(x, x.argmax(-1), label_smoothing=number), id="cross_entropy"),
+        pytest.param(lambda x, number: dropout(x, number, torch.tensor(7, dtype=torch.uint64)), id="dropout"),
+    ],
+)
+def test_numbers_may_be_symbols(call: Callable[[Tensor, float], Tensor]) -> None:
+    torch._dynamo.reset()
+    x = normal(4, 8).float()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for number in (0.125, 0.25, 0.5):
+        torch.testing.assert_close(compiled(x, number), call(x, number))
 
 
 @pytest.mark.parametrize("names", [pytest.param(("linear", "attention", "embedding"), id="a-few"), *ALONE])

@@ -274,7 +274,7 @@ def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
         pytest.param(1.5, KEY, torch.float32, "p is 1.5", id="above"),
         pytest.param(float("nan"), KEY, torch.float32, "p is nan", id="nan"),
         pytest.param(0.1, -1, torch.float32, "64 bits, got -1; make it with weft.mesh.derive_key", id="key"),
-        pytest.param(0.0, None, torch.float32, "64 bits, got None", id="no-key"),
+        pytest.param(0.0, None, torch.float32, "dropout needs a key, and key is None; give derive_key", id="no-key"),
         pytest.param(0.1, KEY, torch.int64, "x is torch.int64; give one of torch.bfloat16", id="int"),
     ],
 )

@@ -105,7 +105,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_it_errs_no_more_than_torch(
+def test_a_layer_errs_no_more_than_torch(
     name: str, dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
 ) -> None:
     errs_no_more_than_torch(name, dtype, rows, width, device)

@@ -45,7 +45,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory as short as a GPU's, or a CPU's in 16 bits: see the last test."""
-    monkeypatch.setattr(backend, "_PLAIN", frozenset())
+    monkeypatch.setattr(backend, "PLAIN", frozenset())
     monkeypatch.setattr(backend, "is_short_of_memory", lambda output: True)
 
 
@@ -73,7 +73,7 @@ def test_what_was_changed_in_place_is_kept_as_it_is() -> None:
     torch.testing.assert_close(dweight, hidden.detach().sum(0).expand(5, 8))
 
 
-def test_a_part_of_it_is_kept_as_it_is() -> None:
+def test_a_slice_of_a_gates_output_is_saved_as_it_is() -> None:
     gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
     part = kernels.swiglu(gate, up)[1:]
     with Saved() as saved:
@@ -81,7 +81,7 @@ def test_a_part_of_it_is_kept_as_it_is() -> None:
     assert storages(*saved.tensors) == storages(part, weight)
 
 
-def test_what_it_is_made_of_may_not_change_before_backward() -> None:
+def test_the_inputs_of_a_recomputed_gate_may_not_change_before_backward() -> None:
     gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
     gate_copy = gate * 1
     output = kernels.linear(kernels.swiglu(gate_copy, up), weight)
@@ -204,7 +204,7 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(call, message) -> None:
+def test_mismatched_operands_are_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -167,9 +167,8 @@ def summed(declared: dict[str, Any]) -> tuple[str, bool]:
 def test_a_declared_gradient_of_a_function_that_sums_by_itself_is_not_summed_again(pool) -> None:
     declared = {"grad_layouts": {"scale": {"dp": "R"}}}
     assert pool.run(summed, declared, ranks=2) == [("dp: R", True)] * 2
-    assert (
-        pool.run(summed, {}, ranks=2) == [("dp: P(sum)", False)] * 2
-    )  # as derived: each rank's is taken for an addend
+    # The derived layout: each rank's output is taken for an addend.
+    assert pool.run(summed, {}, ranks=2) == [("dp: P(sum)", False)] * 2
 
 
 def outside() -> None:

@@ -1,4 +1,4 @@
-"""Every op registered with torch is as declared: torch's own checks, on the arguments that Weft's functions pass."""
+"""Ops registered with torch match the schemas: `torch.library.opcheck`, on arguments as Weft passes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records Weft's ops that are called, with the arguments of each op's last call."""
+    """Records calls of Weft's ops: for each op the arguments of the last call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ TARGET, ANGLES = torch.tensor([1, 0, 4]), normal(3, 2).float()
 KEY, CHOSEN = torch.tensor(7, dtype=torch.uint64), torch.tensor([[1, 0], [1, 0], [0, 1]])
 ASKED = (*of_logits.VocabShard(), *Options(reduction="none", label_smoothing=0.1).flat())
 Arguments = tuple[Any, ...]
-# The names of ops, and a call that runs them.
+# Names of ops -> a function whose forward and backward call these ops.
 CALLS: dict[str, Callable[[], Any]] = {
     "rms_norm rms_norm_backward": lambda: kernels.add_rms_norm(f(3, 16), f(3, 16), f(16)),
     "layer_norm layer_norm_backward": lambda: kernels.add_layer_norm(f(3, 16), f(3, 16), f(16), f(16)),
@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def attend() -> tuple[Tensor, ...]:
-    """Attention's two ops, of which autograd knows nothing: `Op` calls them in forward and in backward."""
+    """The two ops of attention, called directly: neither has an autograd formula of torch."""
     query, key, value = (normal(1, 3, 16, seed=seed).float() for seed in range(3))
     operands = query, key, value, torch.tensor([[1, 0, 0]]), KEY, torch.zeros(4)
     given = AttentionOptions(head_dim=4, window=2, softcap=3.0, dropout=0.5, order=((2, 3), (0, 2)))
@@ -89,7 +89,7 @@ def attend() -> tuple[Tensor, ...]:
 
 
 CALLS["attention attention_backward"] = attend
-# Ops that need several processes.
+# Ops on several processes.
 MESHES = (
     "all_gather_matmul",
     "all_gather_matmul_backward",
@@ -102,14 +102,14 @@ MESHES = (
     "reshard",
     "sum_over",
 )
-# finish_reshard takes, by its number, what begin_reshard started, and only once: neither can be called again.
+# opcheck calls an op several times; finish_reshard takes the number from begin_reshard, and can be called once.
 A_PAIR = ("begin_reshard", "finish_reshard")
-# torch's checks compare operands with 8-bit arithmetic that a CPU lacks
+# opcheck compares operands with 8-bit arithmetic, which a CPU lacks
 OF_8_BITS = ("scaled_product",)
 
 
 def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
-    """The ops called by `run` and by the backward of its outputs."""
+    """The ops called by `run` and by backward from the outputs."""
     with Calls() as calls:
         outputs = run()
         found = [each for each in (outputs if isinstance(outputs, tuple | list) else [outputs]) if each.requires_grad]
@@ -118,7 +118,7 @@ def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("names", CALLS)
-def test_an_op_is_what_it_declares(names: str, interpreted: None) -> None:
+def test_an_op_passes_torchs_opcheck(names: str, interpreted: None) -> None:
     seen = called(CALLS[names])
     for name in names.split():
         op, args, kwargs = seen[name]
@@ -150,7 +150,7 @@ def check_on_a_mesh() -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_op_of_several_processes_is_what_it_declares(pool: Pool) -> None:
+def test_an_op_on_several_processes_passes_torchs_opcheck(pool: Pool) -> None:
     pool.run(check_on_a_mesh, ranks=2)
 
 

@@ -79,14 +79,14 @@ class _Reading(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_what_waits_is_refused(name: str) -> None:
+def test_calls_that_wait_for_a_device_are_refused(name: str) -> None:
     x = normal(3, 4)
     with NoReads(), pytest.raises(AssertionError, match="makes the host wait"):
         WAITING[name](x)
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_what_does_not_wait_is_let_through(name: str) -> None:
+def test_calls_that_do_not_wait_are_allowed(name: str) -> None:
     with NoReads():
         FREE[name](normal(3, 4))
 

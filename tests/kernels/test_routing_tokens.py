@@ -253,7 +253,7 @@ def test_bytes_of_the_statistics(interpreted: None) -> None:
     assert (backward.loaded, backward.stored) == (N * E * 4 + programs * (E + 1) * 4, N * E * 4)
 
 
-def test_what_is_kept() -> None:
+def test_the_bytes_that_routing_saves_for_backward() -> None:
     experts, H = ints(8, 6, 2), 16
     calls: dict[str, tuple[Any, int]] = {
         "dispatch": (lambda: dispatch(normal(6, H).requires_grad_(), experts, num_experts=8), 12 * 4 + experts.nbytes),

@@ -71,9 +71,8 @@ def test_the_router_of_deepseek(normalize: bool, groups: tuple[int, int]) -> Non
         )
     )  # fmt: skip
     router.weight.data = normal(E, H).float()
-    router.e_score_correction_bias.copy_(
-        0.3 * normal(E).float().abs()
-    )  # transformers lets 0 win against a negative sum
+    # Transformers lets 0 win against a negative sum.
+    router.e_score_correction_bias.copy_(0.3 * normal(E).float().abs())
     x = normal(N, H, seed=2).float().requires_grad_()
     theirs, of_theirs = router(x)
     experts, of_ours = route(

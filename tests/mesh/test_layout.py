@@ -270,7 +270,7 @@ class TestDimsCountedFromTheEnd:
     @pytest.mark.parametrize(
         "form", ["tp: S(-1)", {"tp": torch_tensor.Shard(-1)}, [Replicate(), Shard(-1)], {-1: "S(-1)"}]
     )
-    def test_it_is_the_last_dim(self, form, shape):
+    def test_dim_minus_1_is_the_last_dim(self, form, shape):
         layout, counted = Layout(GRID, form), Layout(GRID, {"tp": Shard(len(shape) - 1)})
         assert layout.resolved(shape) == counted != layout
         assert counted.resolved(shape) is counted
@@ -364,3 +364,16 @@ def test_axes_may_be_given_by_position():
         Layout(GRID, {2: Shard(0)})
     with pytest.raises(LayoutError, match="axis 'dp' appears twice"):
         Layout(GRID, {0: Shard(0), "dp": Shard(1)})
+
+
+WRONG_INTS = ("2", None, True, 2.0, 1.5, float("nan"), float("inf"), [2])
+
+
+@pytest.mark.parametrize("value", WRONG_INTS, ids=repr)
+def test_dims_and_widths_are_ints(value) -> None:
+    """`parts` found no such dim, and said 1; `explain` drew a picture of another width."""
+    layout = Layout(ProcessMesh.grid(dp=2), "dp: S(1)")
+    with pytest.raises(ValueError, match=r"the dim of parts\(\) is .*, which is not an int"):
+        layout.parts(value)
+    with pytest.raises(ValueError, match=r"the width of explain\(\) is .*, which is not an int"):
+        layout.explain(width=value)

@@ -10,8 +10,17 @@ import torch
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, clip_gradients, forward_backward, initialize, parallelize
-from weft.models.train.config import OPTIMIZERS, DataConfig, OptimizerConfig, TrainConfig
+from weft.models.train.config import (
+    OPTIMIZERS,
+    DataConfig,
+    MeshConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PlanConfig,
+    TrainConfig,
+)
 from weft.models.train.optimizer import make_optimizer
+from weft.models.train.task_config import LoRAConfig
 
 from tests.support.pool import Pool
 
@@ -115,3 +124,33 @@ def test_what_would_stop_the_training_is_refused(kind: type, options: dict[str, 
     with pytest.raises(ValueError) as refused:
         kind(**options)
     assert said in str(refused.value)
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[type, tuple[Any, ...]] = {
+    int: ("2", True, 2.0, 1.5, NAN, INF, [2]), float: ("0.5", True, NAN, [0.5], 1j), bool: ("no", 1, 0.5, NAN, [], None)
+}  # fmt: skip
+OF_KINDS = [
+    (OptimizerConfig, "optimizer", float, ("lr", "final_share", "weight_decay", "beta1", "beta2", "clip_norm")),
+    (OptimizerConfig, "optimizer", int, ("warmup_steps", "decay_steps")),
+    (MuonConfig, "optimizer.muon", float, ("momentum",)),
+    (MuonConfig, "optimizer.muon", int, ("ns_steps",)),
+    (MuonConfig, "optimizer.muon", bool, ("nesterov", "split_heads")),
+    (DataConfig, "data", int, ("batch_size", "sequence_length")),
+    (DataConfig, "data", bool, ("pack", "verify")),
+    (MeshConfig, "mesh", int, ("pp", "dp", "cp", "tp", "ep")),
+    (PlanConfig, "plan", int, ("microbatches", "zero")),
+    (PlanConfig, "plan", bool, ("sequence", "experts_over_tp")),
+    (LoRAConfig, "lora", float, ("alpha", "dropout")),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "kind", "names"), OF_KINDS, ids=[f"{where}-{kind.__name__}" for _, where, kind, _ in OF_KINDS]
+)
+def test_values_of_another_kind_are_refused(config: Any, where: str, kind: type, names: tuple[str, ...]) -> None:
+    """Of configurations made in Python: on the command line and in a file, tyro makes the values."""
+    for name in names:
+        for value in WRONG[kind]:
+            with pytest.raises(ValueError, match=rf"^{where}\.{name} is .*; it must be "):
+                config(**{name: value})

@@ -274,7 +274,7 @@ def test_a_parallel_model_is_refused(pool) -> None:
     assert "record it before parallelize" in pool.run(parallel_already, ranks=2)[0]
 
 
-def test_it_prints_what_moves_along_each_axis() -> None:
+def test_communication_prints_bytes_along_each_axis() -> None:
     found = Communication(
         (
             Entry(phase="forward", kind="all-reduce", axes=("tp",), nbytes=3000, count=2),

@@ -127,7 +127,7 @@ def through_a_mesh(source, target, axes, plan):
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
-def test_they_go_through_a_mesh(pool, axes, tmp_path):
+def test_companions_are_kept_through_load_and_save_on_a_mesh(pool, axes, tmp_path):
     their_folder("llama", tmp_path / "theirs")
     pool.run(through_a_mesh, tmp_path / "theirs", tmp_path / "out", axes, None, ranks=torch.Size(axes.values()).numel())
     check_companions(tmp_path / "out/saved", tmp_path / "theirs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -27,6 +28,16 @@ from tests.support.pool import Pool
 
 TP2 = {"dp": 1, "tp": 2}
 MODEL = replace(FEW_LAYERS, dropout=0.0)
+
+ONE = {"dp": 1, "tp": 1}
+# The runs by name: the mesh, changes of the configuration, and a planted fault. Run a keeps checkpoints.
+RUNS: dict[str, tuple[Any, ...]] = {
+    "a": (ONE, {"save_every": 1}),
+    "b": (TP2, {}),
+    "bug": (TP2, {}, "reduction-of-attention-missed"),
+    "other": (ONE, {"model": replace(MODEL, num_layers=3), "steps": 1}),
+    "bare": (ONE, {"digests": 0, "steps": 1}),
+}
 
 
 def trained(text: str, name: str, mesh: dict[str, int], options: dict[str, Any], fault: str = "") -> str:
@@ -56,25 +67,29 @@ def trained(text: str, name: str, mesh: dict[str, int], options: dict[str, Any],
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
-    """Runs: a on one process, with checkpoints; b on two; bug on two with a fault; other of another model; bare."""
+    """The folder of the runs, with run a. `weft` adds other runs when a command names them."""
     path = tmp_path_factory.mktemp("compare")
     (path / "text.txt").write_text("a stage gives what the next one takes " * 30)
-    text, one = str(path / "text.txt"), {"dp": 1, "tp": 1}
-    pool.run(trained, text, "a", one, {"save_every": 1}, ranks=1)
-    pool.run(trained, text, "other", one, {"model": replace(MODEL, num_layers=3), "steps": 1}, ranks=1)
-    pool.run(trained, text, "bare", one, {"digests": 0, "steps": 1}, ranks=1)
-    pool.run(trained, text, "b", TP2, {}, ranks=2)
-    pool.run(trained, text, "bug", TP2, {}, "reduction-of-attention-missed", ranks=2)
+    add_run(path, "a", pool)
     return path
 
 
+def add_run(folder: Path, name: str, pool: Pool) -> None:
+    """Trains run `name` of RUNS, unless it is there."""
+    if not (folder / name).exists():
+        mesh, *more = RUNS[name]
+        pool.run(trained, str(folder / "text.txt"), name, mesh, *more, ranks=math.prod(mesh.values()))
+
+
 @pytest.fixture
-def weft(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def weft(folder: Path, pool: Pool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls `weft` in the folder of the runs: its status, and its output to both streams."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "120")
 
     def call(*arguments: str) -> tuple[Any, str, str]:
+        for name in RUNS.keys() & set(arguments):
+            add_run(folder, name, pool)
         with pytest.raises(SystemExit) as end:
             main(list(arguments))
         return (end.value.code, *capfd.readouterr())

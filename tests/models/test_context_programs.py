@@ -110,7 +110,6 @@ def off(mesh: str, seeds: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_random_steps(mesh: str, portion: Portion, pool: Pool) -> None:
     seeds = [*portion.of(SEEDS, every=12)]

@@ -139,7 +139,9 @@ class TestCommand:
     def given(self, folder: Path, *more: str) -> int:
         return run([str(folder), "--prompt", "Call me", "--tokens", "30", "--temperature", "0", *more])
 
-    def test_it_stops_at_an_end_that_is_not_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_generate_stops_at_an_end_which_is_not_printed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         model = of_bytes(tmp_path / "model")
         prompt = byte_tokenizer().encode("Call me")
         free = generate(model, torch.tensor([prompt]), max_new_tokens=30)[0, len(prompt) :].tolist()
@@ -152,7 +154,7 @@ class TestCommand:
         assert capsys.readouterr().out == byte_tokenizer().decode([*prompt, *free[:first]]) + "\n"
 
     @pytest.mark.parametrize("kind", ["llama-2", "byte-level-with-template", "sequence-with-tokens-added"])
-    def test_its_text_is_that_of_transformers(
+    def test_generate_prints_the_text_of_transformers(
         self, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         import dataclasses
@@ -173,7 +175,9 @@ class TestCommand:
             ]
             assert capsys.readouterr().out == prompt + tokenizer.decode(new)[len(shown) :] + "\n"
 
-    def test_it_draws_among_the_likeliest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_generate_draws_among_the_likeliest_tokens(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         of_bytes(tmp_path / "model")
         self.given(tmp_path / "model")
         greedy = capsys.readouterr().out

@@ -42,9 +42,8 @@ def assistant(number: int) -> dict[str, str]:
 
 
 CHATS = [{"messages": [user(i), assistant(i)]} for i in range(45)]
-PAIRS = [
-    {"prompt": [user(i)], "chosen": [assistant(i)], "rejected": [assistant(i + 1)]} for i in range(43)
-]  # 43: rows that no batch size divides
+# 43 rows: no batch size divides 43.
+PAIRS = [{"prompt": [user(i)], "chosen": [assistant(i)], "rejected": [assistant(i + 1)]} for i in range(43)]
 JUDGED = [{"prompt": [user(i)], "completion": [assistant(i)], "label": i % 3 == 0} for i in range(26)]
 
 

@@ -1,13 +1,13 @@
-"""Training on every mesh of up to 8 processes equals training on one process, for every family and every valid plan.
+"""Training on every mesh of up to 8 processes equals training on a process, for every family and every valid plan.
 
 A table over pp, dp, cp and tp, sequence and context parallelism, the ZeRO levels and the pipeline schedules; for models
 with experts also over ep, with tp folded in and without.
 Compared are the loss, every gradient, and the weights after three AdamW steps whose gradients are clipped. A new
 family adds a config; a new way to lay out or to recompute adds a value to its list.
 
-The kinds of recomputation, and the ways of tokens to experts, alternate from case to case: some family has each kind
-together with any mesh and plan.
-For one plan in `RECORDED`, a rank also records the step on shapes, and must issue the recorded collectives.
+The kinds of recomputation, and the ways of tokens to experts, alternate from case to case: for any mesh and plan, each
+kind is used with a family.
+In every RECORDED-th case, a rank also records the step on shapes, and must issue the recorded collectives.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ RECOMPUTES = ("none", "selective", "full")
 ROWS, LENGTH = 5, 11  # no axis of a mesh divides both, or either unless its size is 1 or 5
 MICROBATCHES = 4  # of three rows each, where there are stages
 KEY = derive_key(3, "dropout", 0)
-RECORDED = 16  # one plan in 16 is recorded: recording takes longer than the step
-AT_ONCE = 16  # plans of a family and mesh in one call of the worker processes
+RECORDED = 16  # every 16th case is recorded: recording takes longer than the step
+AT_ONCE = 16  # plans of a family and mesh in a call of the worker processes
 STEPS = 3
 LR, EPS = 1e-2, 1e-3
-CLIP = 0.1  # the gradients' norms are above 1, so they are clipped
+CLIP = 0.1  # below the norms, which are above 1: all gradients are clipped
 # AdamW divides each gradient by its size, so an update errs by at most LR / EPS times the error of a gradient, which
 # is at most CLIP.
 DRIFT = STEPS * LR / EPS * ALLOWED * CLIP
 Sizes = tuple[int, int, int, int]  # of pp, dp, cp and tp
-Case = tuple[str, int]  # a family, and the number of its plan on a mesh
+Case = tuple[str, int]  # a family, and the number of a plan for the mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Results of one process: the first step's loss and gradients, and the norms and weights of all steps."""
+    """Results of a single process: loss and gradients of the first step, norms and weights of all steps."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -116,7 +116,7 @@ def mesh_of(sizes: Sizes) -> ProcessMesh:
 
 
 def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
-    """The plans that fit a mesh, as changes to a model's own plan. turn: the family's index."""
+    """The plans for a mesh, as changes to the model's own plan. turn: the family's index."""
     pp, dp, cp, tp = sizes
     heads = GATED["num_kv_heads"]
     kinds = [kind for kind in CONTEXTS if kind == "all_gather" or heads % (cp * tp) == 0] if cp > 1 else [None]
@@ -139,7 +139,7 @@ def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
 
 
 def expert_plans(sizes: Sizes) -> list[ExpertPlan | None]:
-    """No axis "ep", and each size of it that divides the experts and the mesh, with tp folded in and without."""
+    """Without experts' mesh, and with each size of "ep" that divides experts and mesh, with tp folded in or not."""
     _, dp, cp, tp = sizes
     degrees = [size for size in range(2, EXPERTS + 1) if EXPERTS % size == 0]
     own: list[ExpertPlan | None] = [ExpertPlan(size=size) for size in degrees if dp * cp % size == 0]
@@ -179,7 +179,7 @@ def inputs_of(model: Any, key: int) -> dict[str, Any]:
 
 
 class Training:
-    """Training steps of a model on a mesh or on one process."""
+    """Training steps of a model on a mesh or on a process."""
 
     def __init__(self, model: Any, microbatches: int) -> None:
         self.model, self._count = model, microbatches
@@ -223,7 +223,7 @@ def alone(family: str, layers: int, microbatches: int) -> Trained:
 
 
 def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
-    """The least numbers of layers, at least 2 and one for each stage, and of microbatches."""
+    """The least numbers of layers (at least 2, and a layer for each stage) and of microbatches."""
     pipeline = changes["pipeline"]
     if pipeline is None:
         return SIZES["num_layers"], 1
@@ -233,7 +233,7 @@ def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
 def each_case(
     sizes: Sizes, cases: Sequence[Case], truths: dict[tuple[str, int, int], Trained]
 ) -> list[tuple[list[str], set[str], tuple[float, float]]]:
-    """For each case: its errors, the parameters on this rank, and the errors of the loss and of the worst gradient."""
+    """For each case: the failures, the parameters on this rank, and the errors of loss and worst gradient."""
     found = []
     for family, number in cases:
         changes = plans(sizes, list(FAMILIES).index(family))[number]
@@ -293,7 +293,7 @@ def one_plan(
 
 
 def beside(found: Any, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's shard of a tensor and of the truth; both whole where a stage has one process."""
+    """This rank's shard of a tensor and of the truth; both whole where a stage has a single process."""
     if isinstance(found, DTensor):
         truth = truth[layout_of(found).local_slices(found.shape, dist.get_rank())]
         found = found.to_local()
@@ -310,7 +310,7 @@ QUICK: dict[Sizes, list[Case]] = {
 
 
 def table() -> Iterator[Any]:
-    """Entries of a mesh and several cases, so that one call of the worker processes makes the mesh's groups once."""
+    """Entries of a mesh with several cases: a call of the worker processes makes the mesh's groups for all cases."""
     for sizes in meshes():
         name = "pp{}-dp{}-cp{}-tp{}".format(*sizes)
         quick = QUICK.get(sizes, [])
@@ -350,7 +350,7 @@ def test_the_table_has_every_kind_of_mesh_and_plan() -> None:
     assert kinds == set(product((False, True), repeat=4)) - {
         (False,) * 4,
         (True,) * 4,
-    }  # a mesh of one process is no mesh; all four axes need 16 processes
+    }  # a single process has no mesh; four axes need 16 processes
     every = [changes for sizes in meshes() for turn in range(len(FAMILIES)) for changes in plans(sizes, turn)]
     for option in ("sequence", "context", "recompute", "zero", "pipeline", "experts"):
         assert option in {field.name for field in fields(type(make_model(FAMILIES["llama"]).parallel_plan()))}

@@ -1,7 +1,8 @@
-"""With `exact`, training has the same bits on every mesh whose axes divide the named ones, under every plan.
+"""With `exact`, training has the same bits on every mesh whose axes divide the named axes, under every plan.
 
-The loss, the norms and the weights of some steps are compared with `torch.equal`: of the rank that stands for the whole
-named mesh, and of every other mesh and plan. The one rank is compared with training without `exact`, too.
+`torch.equal` compares losses, norms and weights of three steps. The truth is computed by a single rank, which stands
+for the whole named mesh; every mesh and plan must give the same bits. Training without `exact` gives numbers close to
+the truth.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "qwen3-moe": QwenMoeConfig(**GATED, **EXPERTS, moe_intermediate_size=24, shared_expert_size=16),
 }
 ROWS, LENGTH, STEPS = 32, 12, 3  # rows of 4 microbatches over dp=8
-CLIP = 0.1  # the norms are above it
+CLIP = 0.1  # below every norm, so all gradients are clipped
 Sizes = tuple[int, int, int, int]  # of pp, dp, cp, tp
 Named = tuple[tuple[str, int], ...]
 NAMED: list[Named] = [(("dp", 4), ("tp", 2)), (("dp", 2), ("tp", 2)), (("dp", 8),), (("dp", 2), ("cp", 2))]
@@ -66,7 +67,7 @@ NAMED: list[Named] = [(("dp", 4), ("tp", 2)), (("dp", 2), ("tp", 2)), (("dp", 8)
 class Trained:
     losses: list[Tensor]
     norms: list[Tensor]
-    shards: dict[str, tuple[Any, Tensor]]  # of each weight on this rank: its slices, and its values
+    shards: dict[str, tuple[Any, Tensor]]  # by weight: the slices on this rank, and the values
 
 
 def mesh_of(sizes: Sizes, named: Named) -> ProcessMesh:
@@ -90,7 +91,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: Any, microbatches: int, exact: Any) -> Trained:
-    """Train for some steps; a mixture with its routers' losses."""
+    """Train for STEPS steps; a mixture with the losses of routers."""
     from weft.models.step.find_gradients import clip_gradients
 
     sync = GradientSync(model)
@@ -183,7 +184,7 @@ def truth_of(
     context: str | None,
     dtype: torch.dtype,
 ) -> Trained:
-    """Of the fewest ranks: one, but for cp, which is the named one."""
+    """Training on the fewest ranks: a single rank, or as many as the named mesh has along "cp"."""
     sizes = (1, 1, dict(named).get("cp", 1), 1)
     changes = {"microbatches": microbatches, "context": context, "zero": zero}
     (first, *further) = pool.run(on_mesh, sizes, named, family, changes, dtype, layers, ranks=math.prod(sizes))
@@ -193,7 +194,7 @@ def truth_of(
 
 
 def _whole(shards: list[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
-    """A weight, of the shards of all ranks, each with its slices."""
+    """A whole weight, from (slices, shard) of all ranks."""
     shape = [max(stop for _, stop in of_ranks) for of_ranks in zip(*(slices for slices, _ in shards), strict=True)]
     whole = shards[0][1].new_empty(shape)
     for slices, shard in shards:
@@ -210,8 +211,8 @@ def test_training_has_the_same_bits_on_every_mesh(
     for changes in plans(sizes, named):
         pipeline, microbatches = changes["pipeline"], changes["microbatches"]
         layers = 2 if pipeline is None else max(2, pipeline.make_schedule(sizes[0]).num_stages)
-        # With several microbatches zero 2 and 3 take the ranks' sum of each, and 0 and 1 that of all.
-        # Queries and keys of a product are others under "ulysses" than under "all_gather".
+        # Of several microbatches, zero 2 and 3 sum each over the ranks; zero 0 and 1 sum all microbatches first.
+        # "ulysses" and "all_gather" multiply different queries and keys in a product.
         key = layers, microbatches, 2 if microbatches > 1 and changes["zero"] > 1 else 0, changes["context"]
         if key not in truths:
             truths[key] = truth_of(pool, named, family, *key, dtype)

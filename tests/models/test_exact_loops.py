@@ -115,7 +115,7 @@ def train_from_meta(sizes: tuple[int, int], zero: int, adapted: bool) -> list[Te
     return [to_global(each.detach()) for each in model.parameters()]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("zero", "adapted"), [(1, False), (3, False), (1, True)], ids=["zero-1", "zero-3", "adapters"])
 def test_steps_on_shards_are_exact_after_allocation(pool: Any, zero: int, adapted: bool) -> None:
     first, *further = [pool.run(train_from_meta, (dp, 1), zero, adapted, ranks=dp)[0] for dp in (1, 2, 4)]

@@ -158,6 +158,7 @@ def on_meshes(name: str, folder: Path, truth: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_trained_saved_trained_elsewhere_and_drawn_as_on_one_process(name: str, tmp_path: Path, pool: Any) -> None:
     found = pool.run(on_meshes, name, tmp_path, alone(CASES[name]), ranks=4)

@@ -1,7 +1,7 @@
-"""Random mixtures under random plans: the loss, its parts, every gradient and the norm are those of one process.
+"""Random mixtures under random plans: loss, parts of the loss, gradients and norm equal those of a single process.
 
 A seed draws a model's sizes, the router's options, a mesh, a plan, microbatches, packed documents, dropout, frozen
-parameters or adapters. Numbers are float64, so that an error of 1e-9 is a fault and no rounding.
+parameters or adapters. Numbers are float64: an error of 1e-9 is a fault, not rounding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ALLOWED = 1e-9  # of the loss, of a gradient's largest element, of the norm
 CRITERION = RouterLosses(cross_entropy, balance=0.3, z=0.05)
 TARGETS = (["*_proj"], ["layers.*.mlp.experts.*_proj"], ["layers.*.mlp.experts.down_proj", "*.q_proj"])
 FROZEN = ("experts", "embed_tokens", "mlp.gate.weight", "self_attn", "layers.0.", "layernorm")
-AT_ONCE = 4  # cases of one call of the worker processes
+AT_ONCE = 4  # cases in a call of the worker processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def draw(seed: int, ranks: int) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a step gives. weights: after the step."""
+    """The results of a step. weights: after the step."""
 
     loss: float
     balance: float
@@ -224,7 +224,7 @@ def off(found: float, truth: float) -> bool:
 
 
 def compare(case: Case, truths: list[Trained]) -> list[str]:
-    """What differs from one process on this rank."""
+    """The differences on this rank from a single process, as lines."""
     mesh, wrong = ProcessMesh.grid(**case.sizes), list[str]()
     model = case.model()
     plan = replace(model.parallel_plan(), **case.changes)
@@ -261,7 +261,7 @@ def compare(case: Case, truths: list[Trained]) -> list[str]:
 
 
 def compare_each(cases: list[tuple[int, Case, list[Trained]]]) -> list[str]:
-    """What differs in any case. Recorded at most in the first: a group keeps the axis of its first mesh in counts."""
+    """The differences in all cases. Only the first case records: a group counts under the axis of the first mesh."""
     return [
         f"seed {seed}: {each}\n  {case}"
         for number, (seed, case, truth) in enumerate(cases)
@@ -301,7 +301,7 @@ def muon_of(seed: int) -> OptimizerConfig:
 
 
 def updated_elsewhere(cases: list[tuple[int, Case, Case]], folder: Path) -> list[str]:
-    """Two steps of Muon on a mesh, a checkpoint, and a step on another mesh: what differs from one process's steps."""
+    """Two steps of Muon on a mesh, a checkpoint, and a step on a second mesh: the differences from a single process."""
     wrong = []
     for seed, case, after in cases:
         alone = case.model().float()

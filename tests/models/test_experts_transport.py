@@ -16,8 +16,8 @@ from weft.models import ExpertPlan, ParallelPlan, parallelize
 from weft.models.experts import Experts
 from weft.models.parallel.experts.price import LINKS, expected_share, price_of
 from weft.models.parallel.experts.transport import pack_choices, unpack_choices
-from weft.models.parallel.plan import TokenTransport
 from weft.models.parallel.styles import ExpertParallel
+from weft.models.plan_options import TokenTransport
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, check_order, distribute, layout_of
 

@@ -41,7 +41,7 @@ def bytes_in(table: str) -> dict[str, int]:
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 
-def test_it_says_what_train_prints_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_lines_of_train_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The lines that the README shows."""
     out = explained(capsys, "--mesh.dp", "2", "--mesh.tp", "2")
     readme = (ROOT / "README.md").read_text()
@@ -121,12 +121,24 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["--mesh.pp", "8"], "4 layers, which cannot be cut into 8 stages", id="stages"),
         pytest.param(["--mesh.dp", "0"], "mesh.dp is 0; it must be 1 or more", id="no-rank"),
         pytest.param(["--plan.zero", "7"], "invalid choice '7' for argument '--plan.zero'. Expected one of", id="zero"),
-        pytest.param(["llama-tiny", "extra"], "Unrecognized options: extra", id="second-name"),
+        pytest.param(
+            ["llama-tiny", "extra"],
+            "options: extra; --help lists the options. Of the words without dashes, the first may be a recipe",
+            id="second-name",
+        ),
+        pytest.param(["mesh.dp", "2"], "unknown recipe 'mesh.dp'", id="no-dashes"),
+        pytest.param(
+            ["llama-tiny", "mesh.dpp", "2"],
+            "; perhaps you meant --mesh.pp, --mesh.dp, --mesh.tp.",
+            id="no-dashes-nor-option",
+        ),
         pytest.param(["--mesh.dx", "2"], "Unrecognized options: --mesh.dx, 2; Perhaps you meant: --mesh.", id="axis"),
         pytest.param(["--plan.microbatches", "3"], "plan.microbatches 3 does not divide data.batch_size 8", id="parts"),
     ],
 )
-def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["explain", *arguments])
     out, err = capsys.readouterr()

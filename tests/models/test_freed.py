@@ -34,7 +34,7 @@ def held(axes: dict[str, int], family: str, plan: dict[str, Any], adapters: bool
         gc.enable()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("axes", "family", "plan", "adapters"),
     [

@@ -193,7 +193,7 @@ def test_sequences_of_a_recipe_are_as_long_as_the_folders_model_takes(asked: Ask
     assert (run.config.data.sequence_length, run.config.model) == (64, GPT2)
 
 
-def test_it_comes_back_from_the_file_that_is_printed(asked: Asked) -> None:
+def test_a_run_from_a_folder_is_read_back_from_the_printed_config(asked: Asked) -> None:
     save(LLAMA, Path("hf"))
     with pytest.raises(SystemExit):
         main(["train", "--from", "hf", "--print-config", "--model.dropout", "0.1", *TEXT])

@@ -40,7 +40,7 @@ def program(path: Path) -> None:
         pytest.param([], True, False, "'{python}' -m pip install wandb", id="none"),
     ],
 )
-def test_it_is_of_the_pip_that_there_is(
+def test_the_install_command_names_the_pip_or_uv_that_is_there(
     there: list[str], on_path: bool, has_module: bool, said: str, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in there:
@@ -52,7 +52,7 @@ def test_it_is_of_the_pip_that_there_is(
 
 
 @pytest.mark.exhaustive
-def test_it_runs_here() -> None:
+def test_the_install_command_runs_here() -> None:
     command = install_command("pip").replace(" install ", " install --dry-run --no-index ", 1)
     done = subprocess.run(command, shell=True, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

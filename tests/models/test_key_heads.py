@@ -218,6 +218,5 @@ def test_degrees_that_do_not_fit_list_those_that_do(heads: int, kv_heads: int, w
     with pytest.raises(ValueError, match=r"degrees that work: 1, 2"):
         check_tensor_parallel(config, ways)
     around = ParallelPlan(tensor={"layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()})
-    assert (
-        layers_with_few_heads(model, resolve(model, around), ways) == {}
-    )  # a plan that keeps the heads whole is accepted
+    # A plan that keeps the heads whole is accepted.
+    assert layers_with_few_heads(model, resolve(model, around), ways) == {}

@@ -192,7 +192,7 @@ def test_what_is_not_the_familys_network_has_no_folder_for_transformers(name, tm
 
 
 @pytest.mark.parametrize("name", ["another-mlp", "same-names", "parameter"])
-def test_its_checkpoint_is_one_of_a_model_of_ones_own(name, tmp_path):
+def test_a_changed_familys_checkpoint_has_no_config_and_loads(name, tmp_path):
     model = STRANGERS[name][0]()
     save_checkpoint(model, tmp_path / "saved")
     assert not (tmp_path / "saved/config.json").exists()

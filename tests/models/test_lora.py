@@ -279,7 +279,9 @@ def test_a_parallel_models_adapters_are_saved_whole_and_read_in_parts(pool, tmp_
         ),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(rank: Any, alpha: Any, targets: Any, message: str) -> None:
+def test_bad_ranks_alphas_and_targets_of_adapters_are_refused(
+    rank: Any, alpha: Any, targets: Any, message: str
+) -> None:
     model = make()
     with pytest.raises(ValueError, match=message):
         lora(model, rank, alpha, targets)

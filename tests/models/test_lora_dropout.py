@@ -158,7 +158,7 @@ class WithoutKey(nn.Module):
         pytest.param(WithoutKey, ["one"], 0.1, "no module around 'one' takes the argument dropout_key", id="no-key"),
     ],
 )
-def test_what_cannot_drop_is_refused(model: Any, targets: list[str], p: Any, message: str) -> None:
+def test_dropout_that_adapters_cannot_have_is_refused(model: Any, targets: list[str], p: Any, message: str) -> None:
     made = model()
     with pytest.raises(ValueError, match=message):
         lora(made, 2, 4, targets, dropout=p)

@@ -177,7 +177,7 @@ def with_fields(folder, **fields):
         ),
     ],
 )
-def test_what_is_not_known_is_named(fields, message, tmp_path):
+def test_unknown_fields_of_an_adapter_config_are_named(fields, message, tmp_path):
     save_lora(lora(make(), 2, 4, ["lm_head"]), tmp_path / "adapters")
     load_lora(make(), tmp_path / "adapters")
     with_fields(tmp_path / "adapters", **fields)

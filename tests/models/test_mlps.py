@@ -52,7 +52,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_it_is_one_op_of_the_same_values_and_gradients(fused: list[int]) -> None:
+def test_a_gated_mlp_is_one_op_of_the_same_values_and_gradients(fused: list[int]) -> None:
     mlp = made()
     weights = [each.weight for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     torch.testing.assert_close(found(mlp, given(), *weights), found(lambda x: meaning(x, mlp), given(), *weights))

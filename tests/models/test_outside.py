@@ -219,7 +219,7 @@ def test_a_run_of_a_model_from_outside(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_its_checkpoint_is_loaded_by_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_models_checkpoint_is_loaded_by_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = ran(folder, "train", *BIGRAM, *TEXT, "--steps", "1", "--output", "run", "--mesh.dp", "1", "--mesh.tp", "1")
     assert done.returncode == 0, done.stderr
     model = find_class_of(monkeypatch, folder)(run_of(monkeypatch, *BIGRAM, *TEXT).config.model)
@@ -241,7 +241,7 @@ def test_a_recipe_gives_the_training_options(folder: Path, monkeypatch: pytest.M
     assert (alone.recipe, alone.title, alone.config.optimizer.lr) == (None, "Bigram", 4e-3)
 
 
-def test_it_comes_back_from_the_file_that_is_printed(
+def test_a_users_model_is_read_back_from_the_printed_config(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

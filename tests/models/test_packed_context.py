@@ -325,7 +325,7 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_named(pool: Any) -> None:
+def test_mismatched_documents_and_tensors_are_named(pool: Any) -> None:
     for messages in pool.run(refused, ranks=4):
         assert messages[0].endswith(
             "call the model with documents=batch.documents, or lay the batch out without documents"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.kernels.extension import Runs
 from weft.mesh.extension import chunk
-from weft.models.parallel.packed.exchange import exchange_of, messages, shards_of
+from weft.models.parallel.packed.exchange import exchange_of, key_messages, shards_of
 from weft.models.parallel.packed.order import balanced_order, order_by_documents
 
 MIXTURES = {
@@ -128,14 +128,14 @@ def test_a_single_document_gets_the_balanced_order() -> None:
 
 def test_short_documents_stay_whole() -> None:
     lengths = documents("short", 131072, 1)
-    pairs = messages(order_by_documents(lengths, 8), lengths, 8)
+    pairs = key_messages(order_by_documents(lengths, 8), lengths, 8)
     received = sum(stop - start for runs in pairs.values() for start, stop in runs)
     assert received < 0.01 * 7 * 131072  # of what an all-gather receives; documents of 300 tokens are cut 7 times
-    assert messages(order_by_documents((16,) * 1024, 8), (16,) * 1024, 8) == {}
+    assert key_messages(order_by_documents((16,) * 1024, 8), (16,) * 1024, 8) == {}
 
 
 def test_documents_that_fill_the_ranks_are_not_cut() -> None:
-    assert messages(order_by_documents((4096,) * 8, 8), (4096,) * 8, 8) == {}
+    assert key_messages(order_by_documents((4096,) * 8, 8), (4096,) * 8, 8) == {}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
@@ -145,7 +145,7 @@ def test_a_rank_receives_what_its_queries_see_and_it_does_not_hold(seed: int, pa
     lengths = small(seed)
     sees = seen(lengths, window)
     for order in (order_by_documents(lengths, parts), balanced_order(sum(lengths), parts)):
-        owner, pairs = owners(order, parts), messages(order, lengths, parts, window)
+        owner, pairs = owners(order, parts), key_messages(order, lengths, parts, window)
         for source in range(parts):
             for destination in range(parts):
                 needed = sees[owner == destination].any(0) & (owner == source) & (source != destination)
@@ -161,7 +161,7 @@ def test_received_keys_are_at_the_lower_bound_in_twenty_mixtures(number: int) ->
     order = order_by_documents(lengths, 8)
     owner, sees = owners(order, 8), seen(lengths, None if window is None else window // 16)
     bound = sum(int((sees[owner == rank].any(0) & (owner != rank)).sum()) for rank in range(8))
-    pairs = messages(order, lengths, 8, None if window is None else window // 16)
+    pairs = key_messages(order, lengths, 8, None if window is None else window // 16)
     assert sum(stop - start for runs in pairs.values() for start, stop in runs) == bound
 
 

@@ -145,7 +145,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("first", ["changed", "patched"])
 @pytest.mark.parametrize("change", CHANGES)
 @EACH
-def test_what_is_the_models_own_stays(name: str, change: str, first: str) -> None:
+def test_a_models_own_changes_stay(name: str, change: str, first: str) -> None:
     """Whichever comes first."""
     theirs = loaded(name)
     theirs = CHANGES[change](theirs) or theirs
@@ -176,7 +176,9 @@ def test_another_loss_changes_the_loss() -> None:
         (wrap_head_forward, "LlamaForCausalLM x 1: its own forward: the forward of its head was replaced"),
     ],
 )
-def test_what_stays_is_printed(change: Change, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patch_prints_the_modules_left_as_they_are(
+    change: Change, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = loaded("llama")
     change(model)
     patch(model)

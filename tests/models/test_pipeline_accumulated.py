@@ -120,6 +120,6 @@ def given_beforehand() -> list[Tensor]:
     return found
 
 
-def test_what_was_there_is_counted_once(pool: Any) -> None:
+def test_gradients_from_before_a_step_are_counted_once(pool: Any) -> None:
     for without, with_ones in pool.run(given_beforehand, ranks=2):
         torch.testing.assert_close(with_ones, without + 1, rtol=1e-6, atol=1e-6)

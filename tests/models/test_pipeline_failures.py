@@ -160,7 +160,7 @@ def assert_all_raised(found: list[tuple[list[str], list[str]]], place: str) -> N
         assert all("raised Planted in" in each for each in of_ranks if not each.startswith("Planted"))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("axes", "plan", "pipeline"), MESHES)

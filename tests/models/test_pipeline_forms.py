@@ -36,7 +36,7 @@ X = torch.ones(2, 3, dtype=torch.bfloat16)
         pytest.param(2**70, id="large"),
     ],
 )
-def test_what_is_written_is_read(message: Any) -> None:
+def test_the_form_of_a_message_is_read_as_written(message: Any) -> None:
     form = form_of(message)
     told = encode_form(form)
     assert decode_form(told) == form and type(decode_form(told)) is type(form)
@@ -73,7 +73,7 @@ def test_what_json_has_not_is_refused(message: Any, kind: str) -> None:
         pytest.param(b'{"tuple": 1}', id="no-items"),
     ],
 )
-def test_what_was_not_written_so_is_refused(told: bytes) -> None:
+def test_bytes_that_are_no_form_are_refused(told: bytes) -> None:
     with pytest.raises(ValueError, match="is not the form of a message between stages"):
         decode_form(told)
 

@@ -39,10 +39,9 @@ def plan_of(zero: int, pipeline: dict[str, Any], recompute: str = "none") -> Par
     return replace(Llama(CONFIG).parallel_plan(), zero=zero, pipeline=chosen, recompute=recompute)
 
 
-@patch("weft.kernels.dispatch.backend._PLAIN", frozenset())
-@patch(
-    "weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True
-)  # as a GPU is, for which memory is predicted
+@patch("weft.kernels.dispatch.backend.PLAIN", frozenset())
+# A GPU counts as short of memory, and the prediction is for a GPU.
+@patch("weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True)
 def measured(
     axes: dict[str, int], plan: ParallelPlan, config: LlamaConfig, observers: tuple[int, ...]
 ) -> dict[str, int]:

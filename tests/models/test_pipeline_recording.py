@@ -78,7 +78,7 @@ MESHES = [
 @pytest.mark.parametrize("name", ["tied", "dropout", "gpt"])
 @pytest.mark.parametrize("pipeline", SCHEDULES)
 @pytest.mark.parametrize(("axes", "plan"), MESHES)
-def test_what_is_recorded_is_issued(
+def test_a_pipeline_issues_the_recorded_collectives(
     axes: dict[str, int],
     plan: dict[str, Any],
     pipeline: dict[str, Any],
@@ -205,7 +205,7 @@ def test_a_rank_outside_has_no_stage() -> None:
     assert recorded(4, pp=2, dp=2) == Communication()
 
 
-def test_what_cannot_be_recorded() -> None:
+def test_batches_that_cannot_be_recorded_are_refused() -> None:
     model = on_meta()
     with pytest.raises(ValueError, match="3 microbatches do not divide the batch of 8 rows"):
         record(model, ProcessMesh.grid(dp=2), batch=(8, 9), microbatches=3)

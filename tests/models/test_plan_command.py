@@ -108,7 +108,7 @@ def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
         pytest.param(["--mesh.tp", "3"], "plans can run: the fixed options fit no mesh", id="fits-no-mesh"),
         pytest.param(["--mesh.ep", "2"], "has no experts", id="no-experts"),
         pytest.param(["--mesh.dp", "0"], "mesh.dp is 0; it must be 1 or more", id="no-rank"),
-        pytest.param(["extra"], "Unrecognized options: extra", id="second-name"),
+        pytest.param(["extra"], "Unrecognized options: extra; --help lists the options", id="second-name"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from weft.mesh import ProcessMesh
-from weft.models.documents import append, write_anew
 from weft.models.parallel import ParallelPlan
+from weft.models.safe_files import append, write_anew
 from weft.models.train.recipes import recipe
 from weft.models.train.results import NotWritten, Results
 from weft.models.train.trackers import Trackers

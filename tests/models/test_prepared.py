@@ -27,7 +27,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
 
 
-def test_it_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prepared_folder_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = weft(capsys, "train", "--data.path", "out")
     assert (status, err) == (0, "")
     assert "layers, on out; " in out

@@ -1,4 +1,4 @@
-"""Processes that are started together: however one of them or their starter ends, no process is left."""
+"""Processes started together all end when a process, the starter or the fork server ends, however the end comes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.limits import PATIENCE
 
-# A program that starts three processes, which call the function named by the first argument with the second, and that
-# reports how one of them failed. It is separate because a process has a single fork server for all its children, and
-# the tests' own has torch loaded.
+# A program with two arguments, a function's name and the function's argument. The program starts three processes,
+# which call the function, and reports the failure of a process. The tests cannot start these processes themselves: a
+# process has a single fork server for all children, and the fork server of the tests has torch loaded.
 PROGRAM = """
 import os, signal, sys, tempfile, time
 from pathlib import Path
@@ -33,7 +33,7 @@ def sleep(rank: int, argument: str) -> None:
     say(rank, os.getpid())
     time.sleep(3600)
 
-def compute(rank: int, argument: str) -> None:  # never gives way but to other threads of Python
+def compute(rank: int, argument: str) -> None:  # gives way to other threads of Python alone
     say(rank, os.getpid())
     while True:
         pass
@@ -43,7 +43,7 @@ def fail(rank: int, how: str) -> None:
         exec(how)
     time.sleep(3600)
 
-def linger(rank: int, argument: str) -> None:  # one ignores SIGTERM, one needs a moment for it
+def linger(rank: int, argument: str) -> None:  # rank 1 ignores SIGTERM, rank 2 needs a moment to end
     signal.signal(signal.SIGTERM, [signal.SIG_DFL, signal.SIG_IGN, end][rank])
     say(rank, os.getpid())
     time.sleep(3600)
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 """
 
 
-# A program that starts a process bound to end with it, as another launcher would, and waits.
+# A program that starts a process, as a launcher does, and waits. The process shall end with the program.
 LAUNCHER = """
 import subprocess, sys
 imports = "from weft.models.processes import end_with_parent"
@@ -80,7 +80,7 @@ subprocess.run([sys.executable, "-c", computes])
 def running(
     folder: Path, function: str = "sleep", ctrl_c: signal.Handlers = signal.SIG_DFL
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The program and its three processes; fails unless all of them end.
+    """Run PROGRAM; yields the program and the ids of the three processes. Fails unless all four end.
 
     ctrl_c: the handler of SIGINT, as a shell sets it.
     """
@@ -110,7 +110,7 @@ def running(
 
 
 def of_session(session: int) -> list[int]:
-    """The ids of a session's living processes: the ranks, and the server that forks them."""
+    """The ids of a session's living processes: the ranks, and the server that forks the ranks."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -133,19 +133,19 @@ def wait_for_the_end(session: int) -> None:
 @pytest.mark.parametrize(
     "how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP], ids=lambda how: how.name
 )
-def test_they_end_with_the_one_that_started_them(tmp_path: Path, how: signal.Signals) -> None:
+def test_processes_end_with_the_process_that_started_them(tmp_path: Path, how: signal.Signals) -> None:
     with running(tmp_path) as (process, _):
         process.send_signal(how)
     assert process.returncode != 0
 
 
-def test_what_computes_ends_too(tmp_path: Path) -> None:
+def test_processes_that_compute_end_with_their_starter(tmp_path: Path) -> None:
     with running(tmp_path, "compute") as (process, _):
         process.kill()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
-def test_what_a_launcher_has_started_ends_with_it(how: signal.Signals) -> None:
+def test_a_process_of_a_launcher_ends_with_the_launcher(how: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
@@ -159,7 +159,7 @@ def test_what_a_launcher_has_started_ends_with_it(how: signal.Signals) -> None:
             os.killpg(launcher.pid, signal.SIGKILL) if of_session(launcher.pid) else None
 
 
-def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path: Path) -> None:
     with running(tmp_path) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         assert process.stderr is not None
@@ -168,9 +168,9 @@ def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGINT
 
 
-@pytest.mark.exhaustive  # the sample has the process that ignores SIGTERM after another failed
-def test_who_is_told_to_end_has_the_time_that_is_given_and_is_killed_then(tmp_path: Path) -> None:
-    """The process that ignores SIGTERM lives for the program's patience, and ends with the program."""
+@pytest.mark.exhaustive  # the sample has a process that ignores SIGTERM after a failure of rank 1
+def test_an_interrupted_program_gives_its_processes_patience_then_kills_them(tmp_path: Path) -> None:
+    """Rank 1, which ignores SIGTERM, lives for PATIENCE seconds, and ends with the program."""
     with running(tmp_path, "linger") as (process, _):
         told = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -181,7 +181,7 @@ def test_who_is_told_to_end_has_the_time_that_is_given_and_is_killed_then(tmp_pa
     assert process.returncode == -signal.SIGINT
 
 
-def test_ctrl_c_is_for_others_where_a_shell_says_so(tmp_path: Path) -> None:
+def test_ctrl_c_is_ignored_where_a_shell_set_sig_ign(tmp_path: Path) -> None:
     with running(tmp_path, ctrl_c=signal.SIG_IGN) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.2)
@@ -189,7 +189,7 @@ def test_ctrl_c_is_for_others_where_a_shell_says_so(tmp_path: Path) -> None:
         process.terminate()
 
 
-def test_they_end_with_the_one_that_they_are_forked_from(tmp_path: Path) -> None:
+def test_processes_end_with_their_fork_server(tmp_path: Path) -> None:
     with running(tmp_path) as (process, ranks):
         stat = Path(f"/proc/{ranks[0]}/stat").read_text()
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_they_end_with_the_one_that_they_are_forked_from(tmp_path: Path) -> None
 
 
 def said(folder: Path, *arguments: str) -> tuple[list[str], str]:
-    """The sorted lines of the program's processes, and how one of them failed. Fails unless all processes end."""
+    """Run PROGRAM to the end: the sorted lines of the processes, and standard error. Fails unless all processes end."""
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), *arguments]
     with subprocess.Popen(
@@ -209,7 +209,7 @@ def said(folder: Path, *arguments: str) -> tuple[list[str], str]:
     return sorted(out.splitlines()), err
 
 
-def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
+def test_each_process_gets_its_rank_and_the_arguments(tmp_path: Path) -> None:
     assert said(tmp_path, "say", "wörd") == (["wörd by 0", "wörd by 1", "wörd by 2"], "")
 
 
@@ -235,10 +235,10 @@ def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_one_that_fails_ends_the_others_and_is_told_of(tmp_path: Path, how: str, told: str) -> None:
+def test_a_failed_process_ends_all_processes_and_is_reported(tmp_path: Path, how: str, told: str) -> None:
     assert re.match(told, said(tmp_path, "fail", how)[1])
 
 
 @pytest.mark.exhaustive
-def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert said(tmp_path, "stay", "")[1].startswith("7: rank 1 exited with status 7")

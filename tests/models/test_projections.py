@@ -79,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_one_op_of_the_same_values_and_gradients(family: str, calls: list[int]) -> None:
+def test_query_key_and_value_are_one_op_of_the_same_values_and_gradients(family: str, calls: list[int]) -> None:
     together = found(made(family), given())
     assert len(calls) == 1
     torch.testing.assert_close(together, found(one_by_one(made(family)), given()))
@@ -139,7 +139,7 @@ def on_a_mesh() -> tuple[list[Tensor], int]:
         kernels.qkv_linear = own
 
 
-def test_they_are_one_op_on_a_mesh(pool: Pool) -> None:
+def test_query_key_and_value_are_one_op_on_a_mesh(pool: Pool) -> None:
     truth = [each.detach() for each in found(made("llama"), given())]
     for values, calls in pool.run(on_a_mesh, ranks=2):
         torch.testing.assert_close(values, truth)

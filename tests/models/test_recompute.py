@@ -45,7 +45,7 @@ FAMILIES = [
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of storages that were computed in this mode and are still alive, whoever holds them."""
+    """Counts the bytes of all living storages that were computed in this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its ops on local parts are seen here
+            return NotImplemented  # DTensor then runs ops on local tensors, which this mode sees
         for each in tree_iter((args, kwargs)):
             self._see(each, 0)  # older than the mode, unless seen before
         out = func(*args, **(kwargs or {}))
@@ -111,7 +111,7 @@ def test_every_familys_blocks_have_the_same_bits(config: ModelConfig, kind: str)
 
 
 def block_holds(mesh: ProcessMesh, layout: Layout | None, *kinds: str, **plan: Any) -> list[int]:
-    """Bytes that a block's forward keeps for backward, without input and output: for each kind of recomputation."""
+    """By kind of recomputation: bytes kept by a block's forward for backward, without input and output."""
     ran = [(held, y) for held, y in (forward_of_block(mesh, layout, recompute=kind, **plan) for kind in kinds)]
     if layout is not None:
         time.sleep(0.3)  # gloo's thread frees a sent tensor a moment after the wait
@@ -119,7 +119,7 @@ def block_holds(mesh: ProcessMesh, layout: Layout | None, *kinds: str, **plan: A
 
 
 def forward_of_block(mesh: ProcessMesh, layout: Layout | None, **plan: Any) -> tuple[Held, Tensor]:
-    """The memory that a block's forward holds, and its output on this rank, which keeps the graph alive."""
+    """The memory held after a block's forward, and the output on this rank, which keeps the graph alive."""
     block = make(CONFIG, mesh, **plan).layers[0]
     x = torch.randn(2, 8, CONFIG.hidden_size)
     x = (x if layout is None else distribute(x, layout)).requires_grad_()
@@ -153,7 +153,7 @@ def test_a_block_on_two_ranks_keeps_its_products_and_what_it_was_sent(sequence: 
     received = 2 * H + H // 2 if sequence else H  # two gathered inputs and a scattered sum; an all-reduced sum
     for none, selective, full in pool.run(laid_out_block, sequence, ranks=2):
         assert full == 0
-        assert 0 <= selective - tokens * (cut + received) * 4 <= 16  # scalars, in place of values that nothing reads
+        assert 0 <= selective - tokens * (cut + received) * 4 <= 16  # scalars, in place of unread values
         assert none > selective
 
 
@@ -195,17 +195,12 @@ def test_paddlenlp_9412_recompute_full_repeats_the_forwards_collectives_and_sele
             assert same_bits(found, expected)
             assert same_forward == forward
         assert selective[1][1] == backward
-        # Recomputation stops at the last value that backward needs: before the reduction that ends a block.
+        # Recomputation stops at the last value needed in backward: before the reduction at the end of a block.
         assert full[1][1] - backward == Counter({kind: 2 * n for kind, n in again.items()})
 
 
-BY_SISTER = pytest.mark.exhaustive  # each of the two compiled tests samples the kind that the other leaves out
-COMPILED = [pytest.param("full"), pytest.param("selective", marks=BY_SISTER)]
-COMPILED_ON_A_MESH = [pytest.param("full", marks=BY_SISTER), pytest.param("selective")]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_each_block_is_compiled_to_one_graph(kind: str) -> None:
     torch._dynamo.reset()
     config = replace(CONFIG, num_layers=1)
@@ -226,7 +221,7 @@ def compiled_on_a_grid(
     results = []
     for compiled in (False, True):
         counters.clear()
-        # A compiled "full" block issues one more collective, on each rank.
+        # A compiled "full" block issues an additional collective on each rank.
         compiles = compiled and (kind == "full" or dist.get_rank() == 0)
         # Under the dispatch mode of "selective" the profiler sees each collective twice.
         recompute = "none" if kind == "selective" and not compiles else kind
@@ -257,15 +252,15 @@ def compiled_on_a_grid(
         pytest.param(DROPPING, "all_gather", id="context", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("kind", COMPILED_ON_A_MESH)
+@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_block_on_a_mesh_is_compiled_to_one_graph(
     kind: str, change: dict[str, Any], context: str | None, pool
 ) -> None:
     for rank, (plain, compiled) in enumerate(pool.run(compiled_on_a_grid, kind, change, context, ranks=2)):
         for found, expected in zip(compiled[0], plain[0], strict=True):
             torch.testing.assert_close(found, expected)
-        # A compiled "full" block is recomputed to its end, with its last reduction. So is an eager block where
-        # dropout's key is a tensor.
+        # A compiled "full" block is recomputed to the end of the block, with the last reduction; without "full", or
+        # with dropout's key as a tensor, compiled and eager blocks issue the same.
         last = {} if change or kind == "selective" else {"c10d::alltoall_base_": 1}
         assert compiled[1] == plain[1] + Counter(last)
         assert compiled[2] == (kind == "full" or rank == 0)

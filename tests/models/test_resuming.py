@@ -144,7 +144,7 @@ def test_places_of_a_file_that_the_user_names_are_taken(
     assert (found.profile, found.track) == (Path("mine"), ("tensorboard",))
 
 
-def test_that_a_run_is_tracked_no_more_is_said(config: TrainConfig) -> None:
+def test_a_resumed_run_without_its_tracker_says_so(config: TrainConfig) -> None:
     corpus = find_corpus(Path("text.txt"))
     before = Run(
         recipe=RECIPE,

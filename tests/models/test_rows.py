@@ -179,7 +179,7 @@ def in_other_ways() -> dict[str, set[str]]:
     return found
 
 
-def test_what_else_is_given_decides(pool: Any) -> None:
+def test_documents_axes_and_dropout_decide_between_local_and_dtensor_blocks(pool: Any) -> None:
     for found in pool.run(in_other_ways, ranks=2):
         assert found == {
             "packed": {"plain"},

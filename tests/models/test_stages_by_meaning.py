@@ -1,4 +1,4 @@
-"""Stages without a schedule: one program on all ranks, its halves on separate meshes, with a reshard between them."""
+"""Stages without a schedule: all ranks run the same program, whose two halves are on separate meshes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 class Program:
-    """Two products on two ranks, and a head of seven classes on three more ranks; or everything on one process."""
+    """Two products on two ranks, and a head of seven classes on three more ranks; or everything on a process."""
 
     def __init__(self, *, alone: bool) -> None:
         sizes = {"up": (6, 4), "down": (4, 6), "head": (7, 4)}
@@ -84,9 +84,10 @@ def with_an_output_used_twice(program: Program) -> None:
 
 
 class Launched(TorchDispatchMode):
-    """Counts ops with a result of more than one element in `ops`, and ops that give a single number in `numbers`.
+    """Counts the ops that torch runs: in `numbers` ops whose results are single numbers, in `ops` all further ops.
 
-    No layout makes a scalar empty: for the loss and its gradient a rank outside holds a number that nothing reads.
+    A scalar is empty under no layout. So a rank outside the mesh of the loss holds a number for the loss, and a number
+    for the gradient; neither is read.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ def on_stages(act: Callable[[Program], None]) -> dict[str, Any]:
     ],
 )
 def test_paddle_58126_stages_of_several_degrees(act: Any, forwards: int, backwards: int, pool: Any) -> None:
-    """Gradients equal one process's; a rank outside a stage holds 0 bytes of the stage, and launches nothing."""
+    """Gradients equal a single process's; a rank outside a stage holds 0 bytes of the stage, and launches nothing."""
     alone = Program(alone=True)
     act(alone)
     truth = {name: each.grad for name, each in alone.weights.items()}
@@ -156,18 +157,18 @@ def stage_alone(program: Program, seed: int) -> float:
     rank, shape = dist.get_rank(), program.inputs[seed].shape
     if rank in FIRST:
         stream = program.stream(seed)
-        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # this rank holds no part of it
+        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # on a rank outside the second stage
         return 0.0
     received = distribute(torch.empty(shape), Layout(FIRST, "")).requires_grad_()
     stream = reshard(received, SECOND, "")
-    # The reshard gives the gradient the layout that the first stage's ranks use.
+    # The backward of the reshard returns the gradient in the layout of the first stage.
     loss = program.loss(reshard(stream, SECOND, ""), seed)
     loss.backward()
     return float(whole(loss))
 
 
 def steps(alone: bool) -> dict[str, Any]:
-    """Three clipped steps of two microbatches; unless alone, on two stages, where each rank runs its own stage."""
+    """Three clipped steps of two microbatches: on a process (alone), or on two stages, where a rank runs a stage."""
     program, rank = Program(alone=alone), 0 if alone else dist.get_rank()
     model = nn.Module()
     for name, weight in program.weights.items():

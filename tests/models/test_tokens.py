@@ -300,7 +300,7 @@ def test_a_document_has_no_special_tokens_of_its_text(name: str, tmp_path: Path)
         ("qwen2", [], None),
     ],
 )
-def test_what_begins_a_prompt_is_known(name: str, begin: list[str], bos: str | None, tmp_path: Path) -> None:
+def test_the_tokens_that_begin_a_prompt_are_known(name: str, begin: list[str], bos: str | None, tmp_path: Path) -> None:
     found = find_tokenizer(saved(name, tmp_path))
     numbers = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id
     assert found.begin == tuple(map(numbers, begin))

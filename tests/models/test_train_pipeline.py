@@ -173,7 +173,7 @@ def test_bad_input_before_any_process(mesh: dict[str, int], plan: dict[str, Any]
         config(mesh, plan)
 
 
-def test_what_follows_from_the_mesh() -> None:
+def test_schedule_and_microbatches_follow_from_the_mesh() -> None:
     assert config({"dp": 1, "tp": 1}, {}).plan.pipeline(1) is None
     found = config({"pp": 2, "dp": 2, "tp": 1}, {}).plan
     assert found.pipeline(2) == PipelinePlan(schedule="1f1b", microbatches=4)

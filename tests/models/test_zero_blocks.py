@@ -46,7 +46,7 @@ def held_around_a_step(zero: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("zero", LEVELS[1:])
-def test_what_is_whole_between_calls(zero: int, pool: Any) -> None:
+def test_zero_1_and_2_keep_full_parameters_between_calls_and_zero_3_keeps_none(zero: int, pool: Any) -> None:
     everything = sum(parameter.numel() * 4 for parameter in make(SMALL).parameters())
     stays = everything if zero < 3 else 0
     for found in pool.run(held_around_a_step, zero, ranks=2):

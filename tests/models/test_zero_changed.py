@@ -167,7 +167,7 @@ def on_one_rank(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", LEVELS[1:])
-def test_what_one_rank_changes_is_seen_by_all(zero: int, pool: Any) -> None:
+def test_a_parameter_changed_on_one_rank_changes_on_all(zero: int, pool: Any) -> None:
     pool.run(on_one_rank, zero, ranks=2)
 
 

@@ -25,11 +25,12 @@ print(run(x).placements, run(x).to_local().tolist())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first",
     [
         pytest.param("", id="dynamo-later"),
-        pytest.param("import torch._dynamo", marks=pytest.mark.exhaustive, id="dynamo-first"),
+        pytest.param("import torch._dynamo", id="dynamo-first"),
     ],
 )
 def test_reshard_compiles_before_weft_has_used_a_dtensor(first: str) -> None:

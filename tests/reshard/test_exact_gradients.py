@@ -1,7 +1,7 @@
 """Inside `exact_sums`, GradientSync gives the named mesh's gradients on any smaller mesh, to the bit.
 
-The truth is the definition on lists: each rank of the named mesh adds its gradients over microbatches, and the ranks'
-sums are added in the tree; where every pass sends, each pass is summed in the tree first.
+The truth is the definition on lists: each rank of the named mesh adds gradients over microbatches, and a tree adds the
+sums of the ranks. Where every pass sends, the tree first adds the ranks' gradients of each pass.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from tests.reshard.test_exact_reshard import NAMED, local_of, reduced, value_of
 from tests.reshard.test_exact_tree import same_bits
 from tests.support.collectives import Collectives
 
-# name: shape, layout of the parameter, layouts of its gradients in a pass
+# name: shape, layout of the parameter, layouts of the gradients in a pass
 PARAMETERS = {
     "norm": ((6,), "", ["dp: P, tp: P"]),
     "column": ((4, 3), "tp: S(0)", ["dp: P, tp: S(0)"]),
@@ -43,7 +43,7 @@ def layouts_of(name, number):
 
 
 class Give(torch.autograd.Function):
-    """A function of a parameter whose gradient is what `gradient()` returns."""
+    """A function of a parameter, with the gradient returned by `gradient()`."""
 
     @staticmethod
     def forward(ctx, weight, gradient):
@@ -56,7 +56,7 @@ class Give(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Gives each parameter its gradients of a pass."""
+    """A model whose backward gives each parameter the gradients in PARAMETERS."""
 
     def __init__(self, mesh, dtype):
         super().__init__()
@@ -130,7 +130,7 @@ def check(model, each_pass, passes, dtype, target_axes=(), summed_in=None):
 
 
 def unsharded(mesh_shape, dtype_name, passes):
-    """Zero off, and shards over dp, with buckets of several sizes; returns the gradients of one."""
+    """Without ZeRO, whole and sharded over dp, with buckets of several sizes; returns the gradients, equal for all."""
     mesh, dtype = ProcessMesh.grid(dp=mesh_shape[0], tp=mesh_shape[1]), getattr(torch, dtype_name)
     found = []
     with exact_sums(NAMED):
@@ -201,7 +201,7 @@ def test_gathered_parameters(pool, mesh, passes):
 
 
 def unpaused(mesh_shape):
-    """Passes that are not paused are each summed by themselves, whether or not a bucket was still open."""
+    """Each pass outside `paused()` is summed over ranks separately, also with a bucket still open."""
     mesh = ProcessMesh.grid(dp=mesh_shape[0], tp=mesh_shape[1])
     with exact_sums(NAMED):
         for bucket_bytes in (1, 2**20):
@@ -234,7 +234,7 @@ def test_sums_in_another_dtype_cast_first(pool, mesh):
 
 
 def handed_over(mesh_shape):
-    """Gradients that bypass `.grad` are collapsed when they are handed over."""
+    """Stacked addends of a gradient that bypasses `.grad` are added before the gradient waits in a bucket."""
     mesh, rank = ProcessMesh.grid(dp=mesh_shape[0], tp=mesh_shape[1]), dist.get_rank()
     shape, layout = (4, 3), Layout(mesh, "dp: P, tp: S(0)")
     largest = []
@@ -258,7 +258,7 @@ def test_gradients_beside_grad(pool, mesh):
 
 
 def bytes_of_a_step(mesh_shape):
-    """Bytes received in a step, outside of `exact_sums` and inside, for gradients that no outer axis folds."""
+    """Bytes received in a step outside of `exact_sums` and inside, for gradients without folded outer axes."""
     mesh, sizes = ProcessMesh.grid(dp=mesh_shape[0], tp=mesh_shape[1]), {}
     for named in (None, NAMED):
         with exact_sums(named):
@@ -289,7 +289,7 @@ def test_bytes_of_gradients(pool, mesh):
 
 
 def one_gradient(sync, weight, layout, named, seed):
-    """A step with a single gradient; returns its bits, the truth and the collectives."""
+    """A step with a single gradient; returns the gradient, the truth and the collectives."""
     shape, mesh = tuple(weight.shape), layout.mesh
     grid = ProcessMesh.grid(
         **{axis: named.get(axis, size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)}
@@ -305,7 +305,7 @@ def one_gradient(sync, weight, layout, named, seed):
 
 
 def from_mode_to_mode(elements):
-    """One GradientSync inside `exact_sums`, outside, and on further named meshes: each mode issues its collectives."""
+    """The same GradientSync outside `exact_sums` and inside, with several named meshes, in turn."""
     mesh = ProcessMesh.grid(dp=4, tp=1)
     weight = nn.Parameter(distribute(torch.zeros(elements), Layout(mesh)))
     module = nn.Module()

@@ -40,7 +40,7 @@ def numbers(seed, *shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 13, 16])
-def test_it_is_the_tree_of_the_definition(count, dtype):
+def test_tree_sum_is_the_tree_of_the_definition(count, dtype):
     stacked = numbers(count, count, 5, 7, dtype=dtype)
     before = stacked.clone()
     assert same_bits(tree_sum(stacked), tree_of(list(stacked)))
@@ -133,7 +133,7 @@ def test_stacked_shapes():
         assert addends_of(layout).axes == ()
 
 
-def test_what_is_no_subtree_is_refused():
+def test_ranks_that_stand_for_no_subtree_are_refused():
     with exact_sums({"dp": 6, "tp": 3}):
         assert addends_of(Layout(ProcessMesh.grid(dp=3, tp=1), "dp: P, tp: P")).sizes == (2, 3)
         with pytest.raises(LayoutError, match="dp=6, and each coordinate of dp=2 stands for 3, no power of two"):

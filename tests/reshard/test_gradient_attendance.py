@@ -40,7 +40,7 @@ def told_in_a_step() -> tuple[int, int]:
     return len(said), len(asked)
 
 
-def test_who_has_all_gradients_tells_once_and_reads_nothing(pool: Any) -> None:
+def test_a_rank_with_all_gradients_sends_one_message_and_reads_none(pool: Any) -> None:
     assert pool.run(told_in_a_step, ranks=2) == [(1, 0)] * 2
 
 

@@ -27,7 +27,7 @@ SIZES = (4, 7, 1, 300, 6)  # of the parameters
 ROWS = 5  # uneven over 2 and over 3
 LARGE = 2**20
 DATA = ProcessMesh.grid(dp=2)
-Used = Sequence[Sequence[int]]  # for each rank, the parameters that it computes with
+Used = Sequence[Sequence[int]]  # for each rank, the numbers of the parameters in use
 
 
 class Weights(nn.Module):
@@ -47,7 +47,7 @@ def whole_of(seed: int, size: int) -> Tensor:
 
 
 def backward(model: Weights, mesh: ProcessMesh, used: Iterable[int], seed: int) -> None:
-    """A backward pass through the used parameters, each with an input of its own."""
+    """A backward pass through the used parameters, with a different input for each."""
     layout = Layout(mesh, "dp: S(0)")
     outputs, grads = [], []
     for i in used:
@@ -59,13 +59,13 @@ def backward(model: Weights, mesh: ProcessMesh, used: Iterable[int], seed: int) 
 
 
 def addend(i: int, rank: int, ranks: int, seed: int, sizes: Sequence[int] = SIZES) -> Tensor:
-    """The addend of one rank's rows to a parameter's gradient."""
+    """A rank's addend of a parameter's gradient, from the rows on the rank."""
     x, grad = (whole_of(each + i, sizes[i]).chunk(ranks)[rank] for each in (seed, seed + 50))
     return (x * grad).sum((0, 1))
 
 
 def right(i: int, used: Used, seed: int, sizes: Sequence[int] = SIZES) -> Tensor | None:
-    """The true gradient of a parameter: the sum over the ranks that used it; None if none did."""
+    """The true gradient of a parameter: the sum over the ranks with the parameter in use; None if unused."""
     found = [addend(i, rank, len(used), seed, sizes) for rank, each in enumerate(used) if i in each]
     return torch.stack(found).sum(0) if found else None
 
@@ -79,7 +79,7 @@ def assert_right(model: Weights, sums: Sequence[Tensor | None], said: Any) -> No
 
 
 def steps(mesh: ProcessMesh, each_step: Sequence[Used], options: dict[str, Any]) -> list[int]:
-    """Takes steps with one GradientSync; returns this rank's number of collectives in each."""
+    """Takes steps with the same GradientSync; returns the number of collectives on this rank in each step."""
     model = Weights(mesh)
     sync = GradientSync(model, **options)
     counts = []
@@ -121,7 +121,7 @@ def test_the_sum_over_the_ranks_that_have_a_gradient_is_on_all_ranks(name: str, 
 
 
 def drawn(mesh: ProcessMesh, ranks: int, portion: Sequence[int]) -> None:
-    """Steps in which each rank's parameters are drawn by a generator that all ranks share."""
+    """Steps whose used parameters are drawn at random, for all ranks from the same seed."""
     for seed in portion:
         generator = torch.Generator().manual_seed(seed)
         chances = torch.tensor([0.2, 0.5, 0.9])[torch.randint(3, (4,), generator=generator)]
@@ -190,7 +190,7 @@ def test_passes_add_up(pool: Any) -> None:
 
 
 def on_a_grid() -> None:
-    """Addends over two axes, of sharded and replicated parameters, in two dtypes; a rank that has no part in a mesh."""
+    """Addends over two axes, of sharded and replicated parameters, in two dtypes."""
     mesh = ProcessMesh.grid(dp=2, cp=2)
     rank = dist.get_rank()
     values = [
@@ -270,7 +270,7 @@ def test_two_models_with_the_same_names(pool: Any) -> None:
 
 
 def more_passes_on_one_rank() -> str:
-    """A rank's first gradients were sent before its second pass, and the second rank made no second pass."""
+    """Rank 0 makes a second pass after the gradients of the first were sent; rank 1 makes a single pass."""
     model = Weights(DATA)
     sync = GradientSync(model, bucket_bytes=1)
     for number in range(2 - dist.get_rank()):
@@ -283,7 +283,7 @@ def more_passes_on_one_rank() -> str:
 
 
 def other_addends_on_one_rank() -> str:
-    """One rank has addends, the other the whole gradient, and each also misses a parameter that the other has."""
+    """Rank 1 has an addend of a gradient, rank 0 the whole; and each rank has a gradient that the second lacks."""
     model = Weights(DATA)
     sync = GradientSync(model)
     rank = dist.get_rank()
@@ -298,7 +298,7 @@ def other_addends_on_one_rank() -> str:
 
 
 def whole_on_one_rank() -> str:
-    """A gradient that is whole on one rank is no addend: zeros from the other rank would not complete it."""
+    """Rank 0 has a whole gradient, which is no addend: zeros of rank 1 would be no share of the same gradient."""
     model = Weights(DATA)
     sync = GradientSync(model)
     if dist.get_rank() == 0:
@@ -330,12 +330,12 @@ def whole_on_one_rank() -> str:
         ),
     ],
 )
-def test_what_has_no_sum_is_refused(function: Any, rank: int, message: str, pool: Any) -> None:
+def test_gradients_without_a_common_sum_are_refused(function: Any, rank: int, message: str, pool: Any) -> None:
     assert re.search(message, pool.run(function, ranks=2)[rank])
 
 
 def shards_of_their_own() -> None:
-    """A parameter whose gradient needs no reduction: a rank without a gradient has zeros in its shard."""
+    """A parameter whose gradient needs no reduction: the shard of a rank without a gradient is zero."""
     model = nn.ParameterList([nn.Parameter(distribute(torch.ones(4), Layout(DATA, "dp: S(0)")))])
     sync = GradientSync(model)
     if dist.get_rank():

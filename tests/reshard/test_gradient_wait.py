@@ -1,15 +1,19 @@
-"""An optimizer step before `sync.wait()`, which would leave parameters unchanged, is an error; what else may come."""
+"""Before `sync.wait()`: reads of gradients and optimizer steps are errors; which calls are allowed."""
 
 import copy
 import gc
 import re
+import weakref
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, to_global
+from weft.reshard.training.full_parameters import ModelGathering
 
 from tests.reshard.test_gradients import Model, backward, expected, inputs
 
@@ -57,7 +61,7 @@ def test_a_step_before_wait_is_refused(pool, optimizer):
 
 
 def norm_without_wait():
-    """While gradients are being reduced there is no norm: without them it would be 0."""
+    """A norm is refused while gradients are being reduced: the norm of placeholders would be 0."""
     for bucket_bytes in (1, 2**20):
         model, sync, _ = made(2, bucket_bytes)
         backward(forward(model, 0), 0)
@@ -117,7 +121,7 @@ def by_hand_without_wait():
 
 
 def what_may_be_asked():
-    """A gradient's metadata, and that it exists, may be read; a copy of the model has no gradients."""
+    """Metadata and existence of a pending gradient may be read; a copy of the model has no gradients."""
     model, sync, _ = made()
     backward(forward(model, 0), 0)
     weight = model.weights[0]
@@ -159,7 +163,7 @@ def compiled():
 
 
 def paused_and_never_waited_for():
-    """Gradients that only accumulated are addends: a step would have to reduce them unasked, or take them for whole."""
+    """After paused passes alone a step is refused: the gradients are addends, not yet summed over ranks."""
     model, sync, optimizer = made()
     with sync.paused():
         backward(forward(model, 0), 0)
@@ -195,11 +199,11 @@ def evaluation():
     optimizer.step()
     with torch.no_grad():
         forward(model, 5)
-    optimizer.step()  # of gradients that were waited for
+    optimizer.step()  # with the gradients of the last `wait()`
 
 
 def given_up():
-    """An abandoned step is waited for, then zeroed: none of its gradients are in the next step."""
+    """The gradients of an abandoned step are waited for and zeroed: the next step has new gradients alone."""
     for set_to_none in (True, False):
         model, sync, optimizer = made()
         backward(forward(model, 0), 0)
@@ -226,7 +230,7 @@ def another_model():
 
 
 def closed():
-    """Without its sync, a module's gradients are its owner's responsibility."""
+    """After `sync.close()` gradients are no longer summed: the caller has to sum them."""
     model, sync, optimizer = made()
     backward(forward(model, 0), 0)
     sync.close()
@@ -234,19 +238,53 @@ def closed():
     optimizer.step()
 
 
-def hooks_are_taken_off():
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
+class Cycle:
+    """An object that only the garbage collector ends, with the two objects whose methods are called at each step."""
 
-    gc.collect()  # garbage of earlier tests
-    before = len(_global_optimizer_pre_hooks)
-    model, sync, optimizer = made()
-    assert len(_global_optimizer_pre_hooks) == before + 1
-    sync.close()
-    assert len(_global_optimizer_pre_hooks) == before
-    model, sync, optimizer = made()
-    del model, sync, optimizer
+    def __init__(self):
+        self.itself = self
+        self.model, self.sync, _ = made()
+        self.gathering = ModelGathering()
+        self.weak = [weakref.ref(each) for each in (self.model, self.sync, self.gathering)]
+
+
+def methods_called_at_steps_keep_no_object_alive():
+    weak = Cycle().weak
+    assert all(each() is not None for each in weak)
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert all(each() is None for each in weak)
+
+
+def models_collected_in_a_step():
+    """The garbage collector may end a model while torch loops over the hooks of another model's step."""
+    handles = [register_optimizer_step_pre_hook(collect), register_optimizer_step_post_hook(collect)]
+    try:
+        model, sync, optimizer = made()
+        for number in range(2):
+            backward(forward(model, 0), 0)
+            sync.wait()
+            with without_collections():
+                weak = Cycle().weak
+                assert all(each() is not None for each in weak)
+                optimizer.step()
+            assert all(each() is None for each in weak), f"in step {number}"
+            optimizer.zero_grad()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def collect(*_):
+    gc.collect()
+
+
+@contextmanager
+def without_collections():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -265,8 +303,9 @@ def hooks_are_taken_off():
         given_up,
         another_model,
         closed,
-        hooks_are_taken_off,
+        methods_called_at_steps_keep_no_object_alive,
+        models_collected_in_a_step,
     ],
 )
-def test_what_comes_between(pool, function):
+def test_calls_between_backward_and_wait(pool, function):
     pool.run(function, ranks=2)

@@ -1,4 +1,4 @@
-"""Gradient synchronization: every Partial gradient becomes its parameter's layout, once, in buckets (Paddle 59057)."""
+"""GradientSync: every Partial gradient is reduced once to the parameter's layout, in buckets (Paddle 59057)."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ NBYTES = H * 8  # bytes of a float64 parameter
 
 
 class Scale(torch.autograd.Function):
-    """`x * weight` on local parts. x: [B, T, H], weight: [H]; its gradient is Partial over axes that shard B or T."""
+    """`x * weight` on local parts. x: [B, T, H]. weight: [H]; the gradient is Partial over axes that shard B or T."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -57,7 +57,7 @@ def whole_of(seed, size=H):
 
 
 def backward(outputs, seed):
-    """Backward from each output with a gradient of its own."""
+    """Backward from all outputs, with a different gradient for each."""
     grads = [distribute(whole_of(seed + 1 + i, y.shape[-1]), layout_of(y)) for i, y in enumerate(outputs)]
     torch.autograd.backward(outputs, grads)
 
@@ -71,7 +71,7 @@ def inputs(layout, seed, size=H):
 
 
 def synchronized(mesh, x, weight, count, bucket_bytes, size=H):
-    """Takes a step; returns the collectives that this rank started."""
+    """Takes a step; returns the collectives started by this rank."""
     model = Model(Layout(mesh, weight), count, size)
     sync = GradientSync(model, bucket_bytes=bucket_bytes)
     with Collectives() as seen:
@@ -118,7 +118,7 @@ def test_an_empty_shard_takes_part(pool):
 
 
 def tied():
-    """A parameter with two names, used twice: its gradient is the sum, reduced once."""
+    """A parameter with two names, used twice: the gradient is the sum of both uses, reduced once."""
     model = Model(Layout(DATA), 1)
     model.other = Model(Layout(DATA), 0)
     model.other.weight = model.weights[0]
@@ -209,7 +209,7 @@ def paused_only():
 
 
 def frozen_and_plain():
-    """Frozen parameters, and parameters that are not DTensors, are left alone."""
+    """Frozen parameters and plain tensors are left alone."""
     model = Model(Layout(DATA), 2)
     model.weights[0].requires_grad_(False)
     model.plain = nn.Parameter(torch.ones(2))
@@ -224,7 +224,7 @@ def frozen_and_plain():
 
 
 def sharded_states():
-    """A parameter sharded over dp is gathered for use; its gradient is scattered once, so that the sync has no work."""
+    """A parameter sharded over dp is gathered for use; backward scatters the gradient, and the sync sends nothing."""
     model = Model(Layout(DATA, "dp: S(0)"), 1, 5)
     sync = GradientSync(model)
     with Collectives() as seen:
@@ -237,12 +237,13 @@ def sharded_states():
 
 
 def another_order():
-    """Ranks reach the parameters in different orders, as if some compiled: all reduce in one order nevertheless."""
+    """Ranks reach the parameters in different orders, as compiled and eager ranks may; all reduce in the same order."""
     for bucket_bytes in (1, 2 * NBYTES, LARGE):
         model = Model(Layout(DATA), 5)
         sync = GradientSync(model, bucket_bytes=bucket_bytes)
         x = inputs(Layout(DATA, "dp: S(0)"), 0)
-        for left_out in (2, 2, None):  # left out twice, so that no bucket waits for it any more; then it is back
+        # After two steps without a gradient of parameter 2, no bucket waits for the parameter; then the gradient comes.
+        for left_out in (2, 2, None):
             chosen = [i for i in range(5) if i != left_out]
             came = []
             hooks = [
@@ -263,7 +264,7 @@ def another_order():
 
 
 def outside():
-    """A rank outside the parameters' mesh starts no collective; its gradients have the parameters' layout anyway."""
+    """A rank outside the parameters' mesh starts no collective, and has gradients in the parameters' layout."""
     mesh = ProcessMesh([1, 2], ["dp"])
     model = Model(Layout(mesh), 2)
     sync = GradientSync(model)

@@ -1,4 +1,4 @@
-"""Failures of other libraries' layout changes: a test each, under the number of the report."""
+"""Reported failures of layout changes in torch and Paddle: a test for each, named by the number of the report."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SIZES = range(10)
 
 
 def uneven_flattened_gather():
-    """Both axes on one dim, gathered by one collective, for sizes that neither axis divides."""
+    """Two axes that shard the same dim are gathered by a single collective, also where no axis divides the size."""
     for rows in SIZES:
         whole = whole_of((rows, 3), torch.float64)
         for text in ("dp: S(0), tp: S(0)", "tp: S(0), dp: S(0)", "dp: S(0), tp: S(1)"):
@@ -23,7 +23,7 @@ def uneven_flattened_gather():
 
 
 def to_another_mesh():
-    """The same placements on another mesh: the tensor moves there, and its old ranks hold nothing."""
+    """The same placements on a second mesh: the tensor moves there, and ranks of the first mesh hold nothing."""
     near, far = ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=2, first_rank=2)
     whole = whole_of((4, 3), torch.float64)
     moved = reshard(distribute(whole, Layout(near, "tp: S(0)")), far, "tp: S(0)")
@@ -54,7 +54,7 @@ def what_a_partial_may_not_go_through():
     assert torch.equal(to_global(add(x, one)), whole + 1)
     replicated = distribute(torch.ones(4, 4, dtype=torch.float64), Layout(layout.mesh))
     with pytest.raises(LayoutError, match="reshard"):
-        add(x, replicated)  # each rank would add its ones: a bias times the number of ranks
+        add(x, replicated)  # every rank would add the replicated ones: the sum would have them once a rank
     with pytest.raises(LayoutError, match=r"swiglu: .* would not reduce to the result; reshard") as refused:
         swiglu(x, x)
     y = reshard(x, placements=refused.value.nearest[0])
@@ -63,7 +63,7 @@ def what_a_partial_may_not_go_through():
 
 
 def reductions_of_a_partial():
-    """The maximum and the norm of a sum are not those of its addends, so they are taken after the reduction."""
+    """Maximum and norm of a sum do not follow from the addends: both are computed after the reduction."""
     whole = whole_of((5, 3), torch.float64)
     x = distribute(whole, Layout(GRID, "dp: P, tp: S(0)"))
     reduced = to_global(reshard(x, placements="tp: S(0)"))
@@ -90,7 +90,7 @@ def test_failure(pool, function):
 
 
 def averages():
-    """Addends that average to a known tensor: gathered, scattered, of uneven parts, over one axis and over two."""
+    """Partial(avg) of a known tensor, over an axis and over two: gathered, and scattered in uneven parts."""
     for rows in (1, 5):
         whole = whole_of((rows, 3), torch.float64)
         for src in ("dp: P(avg)", "tp: P(avg), dp: S(1)", "dp: P(avg), tp: P(avg)"):

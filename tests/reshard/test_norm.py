@@ -93,7 +93,7 @@ def test_plain_gradients_have_torchs_norm_in_the_wider_dtype(dtype: torch.dtype)
     assert norm.item() == pytest.approx(truth, rel=1e-6)
 
 
-def test_what_is_not_finite_scales_nothing() -> None:
+def test_an_infinite_norm_scales_no_gradient() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, math.inf])
     assert clip_grad_norm_([parameter], 0.1).item() == math.inf

@@ -82,7 +82,7 @@ def printed():
     return [repr(addend("sum")), str(addend("sum")), f"{addend('sum')}"]
 
 
-def test_what_is_printed_says_that_it_is_partial(pool):
+def test_a_printed_partial_says_partial(pool):
     for texts in pool.run(printed, ranks=2):
         assert all("Partial(sum)" in text for text in texts)
 
@@ -96,7 +96,7 @@ def numbers():
     return reshard(loss).item(), float(reshard(loss)), bool(loss > 2.5), loss.to_local().item()
 
 
-def test_what_is_whole_gives_its_number(pool):
+def test_a_whole_tensor_gives_its_number(pool):
     assert pool.run(numbers, ranks=2) == [(3.0, 3.0, True, 1.0), (3.0, 3.0, True, 2.0)]
 
 

@@ -67,7 +67,7 @@ def of_dtypes_and_sizes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_it_is_the_sum_in_every_dtype_and_size(pool, ranks: int) -> None:
+def test_shared_memory_gives_the_sum_in_every_dtype_and_size(pool, ranks: int) -> None:
     pool.run(of_dtypes_and_sizes, ranks=ranks)
 
 
@@ -128,7 +128,7 @@ def counted() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_it_counts_as_an_all_reduce_of_the_whole(pool, ranks: int) -> None:
+def test_a_sum_in_shared_memory_counts_as_an_all_reduce(pool, ranks: int) -> None:
     pool.run(counted, ranks=ranks)
 
 
@@ -192,7 +192,7 @@ def of_a_member_that_dies() -> None:
         start(1).wait()
 
 
-def test_who_waits_for_one_that_is_gone_is_told(pool) -> None:
+def test_a_sum_with_a_dead_rank_fails(pool) -> None:
     with pytest.raises(RanksFailed, match="1 of 3 ranks failed"):
         pool.run(of_a_member_that_dies, ranks=3)
 
@@ -210,7 +210,7 @@ def _lines(path: str) -> int:
         return sum("memfd:weft" in line for line in file)
 
 
-def test_it_ends_with_the_group(pool) -> None:
+def test_the_shared_memory_is_unmapped_with_the_group(pool) -> None:
     first, second = (pool.run(mappings, ranks=2) for _ in range(2))
     for (before, after, files), (before_again, after_again, files_again) in zip(first, second, strict=True):
         assert (before, after) == (before_again, after_again) == (0, 1)

@@ -43,7 +43,7 @@ def each_kind() -> list[tuple[Any, Any]]:
     return pairs
 
 
-def test_they_are_those_of_from_local(pool: Pool) -> None:
+def test_wrapped_dtensors_equal_those_of_from_local(pool: Pool) -> None:
     for pairs in pool.run(each_kind, ranks=2):
         for ours, theirs in pairs:
             assert ours == theirs
@@ -81,7 +81,7 @@ def in_two_worlds(store: str) -> tuple[bool, torch.Tensor]:
     return again.device_mesh is not before, to_global(again)
 
 
-def test_they_are_of_the_world_they_are_made_in(pool: Pool, tmp_path: Path) -> None:
+def test_cached_dtensors_belong_to_the_current_world(pool: Pool, tmp_path: Path) -> None:
     for new, whole in pool.run(in_two_worlds, str(tmp_path / "store"), ranks=2):
         assert new
         assert whole.tolist() == [0, 1, 2, 3]

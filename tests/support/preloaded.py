@@ -1,10 +1,10 @@
-"""Python commands in forks of the pool's server, where torch is imported already: `run` and `Popen` as of `subprocess`.
+"""`run` and `Popen` as in `subprocess`, for Python commands in forks of the pool's server, which has torch imported.
 
     done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train"), cwd=folder)
 
-A command has its own descriptors, environment, folder and exit status. A fork server that the command starts for its
-ranks is a fork of the command, so torch is imported there, too. Modules are imported before the command starts: a test
-of imports, of Python's start or end, or of settings read by an import (PYTHONHASHSEED, WEFT_PROGRAM) uses `subprocess`.
+Each command has separate descriptors, environment, folder and exit status. A fork server started by the command is a
+fork of the command, so torch is imported there, too. Modules are imported before the command starts: a test of imports,
+of Python's start or end, or of settings read by an import (PYTHONHASHSEED, WEFT_PROGRAM) uses `subprocess`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
 
 class Popen:
-    """A running command. Its arguments, attributes and methods are those of `subprocess.Popen` with text=True."""
+    """A running command. Arguments, attributes and methods as of `subprocess.Popen` with text=True."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Popen:
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What is left of standard output and standard error, once the command has ended."""
+        """Wait for the command's end; returns the unread text of standard output and of standard error."""
         texts = {"out": "", "err": ""}
 
         def read(name: str, stream: io.TextIOWrapper | None) -> None:
@@ -122,7 +122,7 @@ def run(
     stderr: int = PIPE,
     timeout: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; kills it after `timeout` seconds, and raises `subprocess.TimeoutExpired`."""
+    """Run a command to the end. After `timeout` seconds, kill the command and raise `subprocess.TimeoutExpired`."""
     with Popen(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr) as process:
         try:
             out, err = process.communicate(timeout)
@@ -179,7 +179,7 @@ def _flushed(status: int) -> int:
         sys.stdout.flush()
     except (ValueError, OSError):
         traceback.print_exc()
-        return 120  # as Python has it
+        return 120  # Python's own exit status
     return status
 
 
@@ -208,7 +208,7 @@ KEPT: list[Any] = []  # streams of before a fork, whose buffers no fork writes
 
 
 def _open_standard_streams() -> None:
-    """sys.stdin, sys.stdout and sys.stderr of descriptors 0 to 2, as Python opens them."""
+    """Open sys.stdin, sys.stdout and sys.stderr on descriptors 0 to 2, as Python does at the start."""
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
     KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     streams = []
@@ -227,7 +227,7 @@ EXECUTE = util.spawnv_passfds
 
 
 def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
-    """Replaces multiprocessing's start of a helper process: a fork server is forked, other helpers are executed."""
+    """Replaces multiprocessing's start of a helper process: forks a fork server, and executes every further helper."""
     code = arguments[-1]
     if "multiprocessing.forkserver" not in code:
         pid: int = EXECUTE(path, arguments, descriptors)
@@ -245,7 +245,7 @@ def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) 
                     os.close(each)
         _open_standard_streams()
         server = forkserver._forkserver
-        type(server).__init__(server)  # its lock is held, as it was being started
+        type(server).__init__(server)  # the lock is held: the server was being started
         exec(code, {})
         status = 0
     except SystemExit:

@@ -3,8 +3,8 @@
 1. A test with several parameters runs with each value of each parameter, a device included. Other combinations of
    values are left out.
    A test has at most 4 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 4 are in
-   the sample. A test whose every value is a rule of its own, such as an op or a source file, is marked
-   `@pytest.mark.every_value`, and has no such limit.
+   the sample. A test in which every value tests a different rule, as an op or a source file does, is marked
+   `@pytest.mark.every_value`, and has no limit.
 2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
    every n-th case in `test`, and with the remaining cases.
 
@@ -13,12 +13,12 @@
 
 3. A search by Hypothesis uses `searched` (tests/support/search.py), and becomes two items: with a tenth of the
    examples, and with all.
-4. A test that takes long, and has a shorter version, is marked by hand: `@pytest.mark.exhaustive`.
-5. A table whose cases run together, as in one call of the worker processes, gets its parameters from `together`.
+4. A long test with a shorter version is marked by hand: `@pytest.mark.exhaustive`.
+5. A table whose cases run together, as in a call of the worker processes, gets the parameters from `together`.
    Every value of the first parameter has two lists: the cases taken by rule 1, and the remaining cases.
 6. A test in tests/models whose cases each run on several processes runs with the first case taken by these rules,
-   or with the first n cases if marked `@pytest.mark.few(n)`. Such tests vary meshes, plans and families; other files
-   vary ops, rules and failures.
+   or with the first n cases if marked `@pytest.mark.few(n)`. Tests in tests/models vary meshes, plans and families;
+   files elsewhere vary ops, rules and failures.
 
 Cases left out have the mark `exhaustive`. The names of the cases alone decide: the sample is the same in every
 process, on every machine, and for any selection of tests.
@@ -35,12 +35,12 @@ from typing import Any, TypeVar
 import pytest
 
 Case = TypeVar("Case")
-Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of its values
+Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of the values
 
-# Marks of tests that are never sampled.
+# Marks of tests outside every sample.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-AT_MOST = 4  # cases taken of a test that is not marked `every_value`
-A_FEW = 1  # cases taken of a test of models on several processes that is not marked `few`
+AT_MOST = 4  # cases taken of a test without the mark `every_value`
+A_FEW = 1  # cases taken of a test of models on several processes, without the mark `few`
 
 
 def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> list[str]:
@@ -59,7 +59,7 @@ def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> list[str]:
 
 
 def number_of(case: object) -> int:
-    """A number that looks random, and depends only on the text that `case` prints as."""
+    """A hash of the text of `case`, as a number."""
     return zlib.crc32(str(case).encode())
 
 
@@ -70,7 +70,7 @@ class Portion:
     is_sample: bool
 
     def of(self, cases: Iterable[Case], every: int) -> Iterator[Case]:
-        """One in `every` of the cases, chosen by `number_of`; or the remaining cases."""
+        """Every n-th of the cases (n is `every`), chosen by `number_of`; or the remaining cases."""
         return (case for case in cases if (number_of(case) % every == 0) == self.is_sample)
 
 
@@ -83,8 +83,8 @@ PORTIONS = [
 def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     """All combinations of pytest.params, for `parametrize`: each value of `first`, with a list of combinations.
 
-    The list has a tuple of the values of `others` for each combination. Name both, as in ("axes, plan, cases"). A
-    value of `first` that is marked by hand is in no sample.
+    The list has a tuple with the values of `others` for each combination. Name both, as in ("axes, plan, cases"). A
+    value of `first` marked by hand is in no sample.
     """
     values, combined = list(first), list(itertools.product(*others))
     rows = [(value, rest, [value.id, *(each.id for each in rest)]) for value in values for rest in combined]
@@ -103,7 +103,7 @@ def together(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
 
 
 def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
-    """Mark as exhaustive the items of a test function outside its sample."""
+    """Mark as exhaustive all items of a test function outside the sample."""
     sampled = [
         (item, values_of(item)) for item in items if ELSEWHERE.isdisjoint(mark.name for mark in item.iter_markers())
     ]
@@ -127,7 +127,7 @@ def _is_of_models_on_processes(item: pytest.Item) -> bool:
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:
-    """The values of the item's parameters; parameters that a `parametrize` lists together have one joint value."""
+    """The values of the item's parameters; parameters listed together in a `parametrize` have a joint value."""
     if not hasattr(item, "callspec"):
         return frozenset()
     parameters: dict[str, object] = item.callspec.params

@@ -31,7 +31,7 @@ PYTHON = (sys.executable, "-c")
         pytest.param("print(__name__)", id="main"),
     ],
 )  # fmt: skip
-def test_it_ends_as_a_new_process_does(program: str, tmp_path: Path) -> None:
+def test_a_preloaded_command_ends_as_a_new_process_does(program: str, tmp_path: Path) -> None:
     command, environment = (*PYTHON, program, "an argument"), {**os.environ, "PLACE": "here"}
     done = preloaded.run(command, cwd=tmp_path, env=environment)
     expected = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -73,13 +73,13 @@ if __name__ == "__main__":
 """
 
 
-def test_its_own_processes_are_forks_of_it() -> None:
+def test_processes_of_a_command_are_forks_of_the_command() -> None:
     done = preloaded.run((*PYTHON, PARENT))
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["True", "True", "[0, 0]"]
 
 
-def test_a_signal_reaches_it() -> None:
+def test_a_signal_reaches_the_command() -> None:
     program = "import time; print('there', flush=True); time.sleep(3600)"
     with preloaded.Popen((*PYTHON, program), stdout=preloaded.PIPE, stderr=preloaded.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == "there\n"
@@ -89,7 +89,7 @@ def test_a_signal_reaches_it() -> None:
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in error
 
 
-def test_one_that_takes_too_long_is_killed() -> None:
+def test_a_command_beyond_its_timeout_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
         preloaded.run((*PYTHON, "import time; time.sleep(3600)"), timeout=1.0)

@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("options", "message"), REFUSED, ids=[f"{name}-{number}" for number, ((name, *_), _) in enumerate(REFUSED)]
 )
-def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(QUERY, KEY, VALUE, **({"head_dim": 4} | options))
 

@@ -1,4 +1,4 @@
-"""NaN and infinite numbers in one document of a row leave the row's other documents as they are."""
+"""NaN and infinite numbers in a document of a row change no further document of the row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def output_and_gradients(tensors: list[Tensor], ids: Tensor, options: dict[str, 
 @pytest.mark.parametrize("which", range(4), ids=TENSORS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_other_documents_on_a_cpu(lengths: list[int], options: dict[str, Any], which: int, number: float) -> None:
+def test_further_documents_keep_their_numbers_on_a_cpu(
+    lengths: list[int], options: dict[str, Any], which: int, number: float
+) -> None:
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     if "order" in options:
         middle = ids.shape[1] // 2
@@ -63,12 +65,13 @@ def test_other_documents_on_a_cpu(lengths: list[int], options: dict[str, Any], w
         found = output_and_gradients(spoiled, ids, options)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one[:, ids[0] != document], other[:, ids[0] != document], rtol=0, atol=1e-5)
-        if math.isnan(number) and which > 1:  # torch's fused attention loses NaN scores of a document of one token
+        # Torch's fused attention loses NaN scores of a document with a single token.
+        if math.isnan(number) and which > 1:
             affected = found[1] if which == 3 else found[0]
             assert affected[:, ids[0] == document].isnan().any()
 
 
-def test_a_single_spoiled_number_spoils_what_sees_it() -> None:
+def test_a_nan_of_a_value_reaches_only_the_queries_that_see_it() -> None:
     ids = torch.tensor([[0] * 4 + [1] * 5])
     query, key, value = (torch.randn(1, 9, D, generator=torch.Generator().manual_seed(1)) for _ in range(3))
     value[0, 6, 3] = math.nan
@@ -87,9 +90,9 @@ SINKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
 def test_a_sink_is_a_logit_of_softmax(options: dict[str, Any], number: float, device: str) -> None:
-    """NaN and infinity make NaN of the head's output and gradients, and -inf is no sink. Other heads stay as they are.
+    """A sink of NaN or infinity makes the head's output and gradients NaN; -inf is no sink; further heads keep theirs.
 
-    An infinite weight of a number without a value would give zeros, and hide a model that has diverged.
+    With an infinite weight, a softmax by definition would give zeros, and hide the divergence of the model.
     """
     generator, T = torch.Generator().manual_seed(2), 9
     made = [torch.randn(1, T, width * D, generator=generator) for width in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -128,11 +131,14 @@ KERNELS: dict[str, dict[str, Any]] = {
     "not-causal": {"causal": False},
 }
 IDS = ((0,) * 16 + (1,) * 5 + (2,) * 11 + (3,) * 16, (7,) * 32 + (8,) * 16)  # interpreted blocks have 16 tokens
-SHARES = ({0: {0}, 1: {1, 2}, 2: {1, 2}, 3: {3}}, {7: {7}, 8: {8}})  # the documents that share a block with each
+SHARES = (
+    {0: {0}, 1: {1, 2}, 2: {1, 2}, 3: {3}},
+    {7: {7}, 8: {8}},
+)  # for each document, all documents in the blocks of this document
 
 
 class Spoiled(Case):
-    """A case with numbers that are not finite in one tensor, in one document of each row."""
+    """A case with NaN or infinity in a document of each row, in the tensor named by `spoils`."""
 
     spoils: tuple[str, float, int] | None = None
 

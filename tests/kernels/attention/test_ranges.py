@@ -61,7 +61,7 @@ def keys_among(keys: Tensor, held: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("T", [7, 4, 1, 0], ids=["as-many-queries", "fewer-queries", "one-query", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_who_sees_whom(name: str, T: int) -> None:
+def test_each_query_sees_the_right_keys(name: str, T: int) -> None:
     options = OPTIONS[name]
     documents = options.get("documents")
     bounds = None if documents is None else document_bounds(documents)

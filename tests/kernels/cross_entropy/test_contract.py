@@ -78,10 +78,12 @@ def test_what_cannot_be_taken_is_said_before_anything_runs(change, message):
         pytest.param({"softcap": 0.0}, "softcap is 0.0; give a finite bound above 0, or None", id="softcap"),
         pytest.param({"logit_scale": float("inf")}, "logit_scale is inf; give a finite factor", id="scale"),
         pytest.param({"denominator": -2.0}, "denominator is -2.0; give a number", id="negative-denominator"),
-        pytest.param({"denominator": torch.tensor(torch.nan)}, r"denominator is tensor\(nan\)", id="nan-denominator"),
+        pytest.param({"denominator": torch.tensor(torch.nan)}, "denominator is nan; give a ", id="nan-denominator"),
         pytest.param({"denominator": "three"}, "denominator is 'three'; give a number", id="text-denominator"),
         pytest.param(
-            {"denominator": torch.ones(2)}, r"denominator has shape \(2,\); give one number", id="two-denominators"
+            {"denominator": torch.ones(2)},
+            r"denominator has shape \(2,\) and .*; give one number",
+            id="two-denominators",
         ),
         pytest.param(
             {"weight": torch.ones(5, requires_grad=True)},

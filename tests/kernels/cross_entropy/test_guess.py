@@ -96,13 +96,13 @@ def moved(numbers: list[float], **options: Any) -> list[tuple[float, float]]:
     return found
 
 
-def test_one_that_stays_the_same_costs_one_pass(interpreted):
+def test_an_unchanged_upstream_gradient_costs_one_pass(interpreted):
     """6 bytes are counted, 2 of them for the second reading of a row, which is still in the L2."""
     assert moved([1.0] * 3) == [(6, 0)] * 3
     assert moved([0.25] * 4) == [(6, 4), (2, 4), (6, 0), (6, 0)]
 
 
-def test_one_that_changes_every_time_costs_two(interpreted):
+def test_an_upstream_gradient_that_changes_every_time_costs_two_passes(interpreted):
     assert moved([1.0, 0.5, 0.3, 0.2, 0.1]) == [(6, 0), (6, 4), (2, 4), (2, 4), (2, 4)]
 
 
@@ -182,7 +182,7 @@ def test_recomputed_by_a_checkpoint(device, number):
     assert torch.equal(found, without_a_guess(logits, target, upstream))
 
 
-def test_it_is_saved_where_a_checkpoint_lets_go_of_it(interpreted):
+def test_the_guessed_gradient_is_a_saved_tensor_that_a_checkpoint_frees(interpreted):
     """The guessed gradient takes no memory between a checkpointed forward and its backward."""
     logits, target, _ = make(5, 37, "cpu", torch.bfloat16)
     seen: list[tuple[int, ...]] = []

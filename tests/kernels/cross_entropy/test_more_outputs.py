@@ -53,7 +53,9 @@ def oracle(logits: Tensor, target: Tensor, reduction: str) -> list[Tensor]:
 @REDUCTIONS
 @DTYPES
 @pytest.mark.parametrize("V", [1, 5, 37, 9000])
-def test_they_are_those_of_argmax_and_logsumexp(device: str, V: int, dtype: torch.dtype, reduction: str) -> None:
+def test_z_loss_and_accuracy_follow_from_logsumexp_and_argmax(
+    device: str, V: int, dtype: torch.dtype, reduction: str
+) -> None:
     logits, target = tied(12, V, dtype)
     found = cross_entropy(logits.to(device), target.to(device), reduction=reduction, **BOTH)
     loss = cross_entropy(logits.to(device), target.to(device), reduction=reduction, z_loss=0.1)
@@ -73,7 +75,9 @@ def test_a_negative_zero_is_a_zero(device: str) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"weight": True, "label_smoothing": 0.2, "softcap": 7.0}], ids=["plain", "all"])
 @REDUCTIONS
-def test_they_have_no_gradient_and_change_none(device: str, reduction: str, more: dict[str, Any]) -> None:
+def test_z_loss_and_accuracy_have_no_gradient_and_change_no_gradient(
+    device: str, reduction: str, more: dict[str, Any]
+) -> None:
     logits, target = (each.to(device) for each in tied(12, 37, torch.float32))
     more = given(more, 37, device)
     leaves = [logits.clone().requires_grad_() for _ in range(2)]
@@ -86,7 +90,7 @@ def test_they_have_no_gradient_and_change_none(device: str, reduction: str, more
 
 @REDUCTIONS
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_linear_cross_entropy_has_them_too(device: str, reduction: str, weighted: bool) -> None:
+def test_linear_cross_entropy_returns_z_loss_and_accuracy(device: str, reduction: str, weighted: bool) -> None:
     logits, target = (each.to(device) for each in tied(12, 37, torch.float32))
     more = given({"weight": True} if weighted else {}, 37, device)
     x = torch.eye(12, device=device).requires_grad_()

@@ -193,8 +193,12 @@ def one_dtensor(rank: int) -> dict[str, Any]:
             ["of rank 1", "unexpected keyword argument 'smoothing'", "of rank 1", "of rank 1"],
             id="an-unknown-option",
         ),
-        pytest.param(text_for_a_number, ["of rank 1", "'<=' not", "of rank 1", "of rank 1"], id="text-for-a-number"),
-        pytest.param(no_start, ["of rank 1", "NoneType", "of rank 1", "of rank 1"], id="no-start"),
+        pytest.param(
+            text_for_a_number,
+            ["of rank 1", "label_smoothing is '0.1'; give", "of rank 1", "of rank 1"],
+            id="text-for-a-number",
+        ),
+        pytest.param(no_start, ["of rank 1", "vocab_start is None; give", "of rank 1", "of rank 1"], id="no-start"),
         pytest.param(
             short_logits,
             ["of rank 1", "target of shape (4,) for logits of shape (3, 2)", "of rank 1", "of rank 1"],

@@ -1,4 +1,4 @@
-"""A sum in 24 bits: the bits that it keeps of a float32, its error, which is float32's, and its bytes."""
+"""`Sum24`: rounding to 16 significant bits, errors no larger than of a float32 sum, and memory traffic."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rounded(x: Tensor) -> Tensor:
     return torch.where(found.abs() >= 2.0**128, x.sign() * torch.inf, found)
 
 
-def test_it_keeps_16_significant_bits_to_the_nearest(device):
+def test_a_float32_is_rounded_to_the_nearest_16_significant_bits(device):
     x = numbers("cpu")
     high, low = empty(x.to(device))
     accumulate(x.to(device, copy=True), high, low, True, False)
@@ -68,8 +68,8 @@ def test_it_keeps_16_significant_bits_to_the_nearest(device):
     assert torch.equal(value(high, low).isnan(), x.isnan())
 
 
-def test_a_nan_of_any_bits_stays_one(device):
-    """Bits that are all ones are a GPU's own NaN: rounded as a number they would become -0."""
+def test_a_nan_of_any_bits_stays_nan(device):
+    """Includes the NaN of a GPU, whose bits are all ones: rounded like a number, this NaN would become -0."""
     x = torch.tensor([0x7FFFFFFF, 0x7FFFFF80, 0x7F800001, -1], dtype=torch.int32).view(torch.float32).to(device)
     high, low = empty(x)
     accumulate(x, high, low, True, False)
@@ -97,8 +97,8 @@ def factors(n: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("chunks", [2, ADDITIONS, ADDITIONS + 1, 8 * ADDITIONS])
-def test_additions_that_are_all_too_small_lose_little(device, chunks):
-    """Each addend is less than half the spacing at 1, so that 24 bits would lose it; float32 sums of many keep them."""
+def test_many_addends_below_the_spacing_lose_little(device, chunks):
+    """24 bits alone would lose each addend, which is below half the spacing at 1; float32 sums of several do not."""
     small = torch.tensor(0.9 * 2**-16).bfloat16()
     x = torch.full((chunks, 1), float(small), dtype=torch.bfloat16, device=device)
     x[0] = 1
@@ -144,7 +144,7 @@ def test_a_product_in_blocks_is_the_whole(device, V, H, monkeypatch):
     torch.testing.assert_close(whole.total.double(), a.double().T @ b.double(), rtol=2**-7, atol=1e-4)
 
 
-def test_it_reads_and_writes_3_bytes_an_element_beside_the_product(interpreted):
+def test_an_addition_reads_and_writes_3_bytes_an_element_beside_the_product(interpreted):
     from weft.kernels.launching.traffic import Traffic, counted_traffic
 
     x = torch.randn(5001)

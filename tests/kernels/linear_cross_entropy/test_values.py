@@ -17,7 +17,7 @@ from tests.kernels.linear_cross_entropy.cases import CHUNKS, check, make, run
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
-def test_it_is_as_good_as_eager_torch(device, dtype, reduction, chunk_tokens):
+def test_linear_cross_entropy_errs_no_more_than_eager_torch(device, dtype, reduction, chunk_tokens):
     case = make((3, 7), 37, device, dtype, reduction, bias=True)
     check(case, *run(case, reduction=reduction, chunk_tokens=chunk_tokens), reduction=reduction)
 

@@ -127,6 +127,7 @@ def test_products_of_groups_are_loaded_by_tma_and_stored_in_words(name: str) -> 
     assert {kind for kind in report["accesses"] if kind.startswith("store")} == {"store 128"}
 
 
+@pytest.mark.exhaustive
 def test_warps_are_specialized_where_the_configuration_says_so_and_nowhere_else() -> None:
     with_it = {name for (name, _), report in reports_for(FIRST).items() if "setmaxnreg" in report["tensor_core"]}
     assert with_it == {"matmul.product/bf16-specialized"}

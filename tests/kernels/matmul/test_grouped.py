@@ -191,7 +191,7 @@ def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.exhaustive  # the sample has the losses' custom ops
-def test_it_is_one_node_of_a_compiled_graph() -> None:
+def test_a_grouped_product_is_one_node_of_a_compiled_graph() -> None:
     torch._dynamo.reset()
     tensors = [normal(9, 4), normal(3, 4, 5)]
     compiled = torch.compile(
@@ -211,7 +211,7 @@ def test_it_is_one_node_of_a_compiled_graph() -> None:
         pytest.param((9, 4), (2, 4, 6), [5, 12], r"end at \[5, 12\], of 9 rows", id="behind-the-rows"),
     ],
 )
-def test_what_does_not_go_together_is_named(
+def test_mismatched_operands_of_a_grouped_product_are_named(
     a: tuple[int, ...], b: tuple[int, ...], offsets: list[int], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
@@ -231,7 +231,7 @@ def test_what_does_not_go_together_is_named(
         pytest.param({"accumulate_into": normal(2, 4, 6)}, r"give a \[K, N\], b \[N, M\] and offsets", id="sum"),
     ],
 )
-def test_what_cannot_follow_is_named(more: dict[str, Any], told: str) -> None:
+def test_mismatched_epilogues_of_a_grouped_product_are_named(more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         grouped_matmul(normal(9, 4), normal(2, 4, 6), ends([3, 6]), **more)
 

@@ -60,7 +60,7 @@ def test_factors(case: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts", "split"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_what_is_stored_and_added(dim: int, way: str) -> None:
+def test_large_offsets_of_outputs_and_of_the_residual(dim: int, way: str) -> None:
     """The output, the activation's input, and the residual."""
     from weft.kernels.matmul import launch
 

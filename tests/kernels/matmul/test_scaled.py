@@ -38,7 +38,7 @@ def scales(kind: str) -> tuple[Tensor | None, Tensor | None]:
     "kind", ["none", "numbers", *(pytest.param(kind, marks=needs_scaled_rows) for kind in ("rows", "rows-of-one"))]
 )
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "not-aligned"])
-def test_it_gives_the_product(aligned: bool, kind: str) -> None:
+def test_scaled_mm_gives_the_scaled_product(aligned: bool, kind: str) -> None:
     a, b = factors()
     if not aligned:
         a, b = (torch.cat([each.flatten()[:1], each.flatten()])[1:].view(each.shape) for each in (a, b.mT))
@@ -80,7 +80,7 @@ def fake(rows: int, cols: int, dtype: torch.dtype = E4M3, transposed: bool = Fal
         pytest.param({"rows": 1}, {}, "numbers", torch.bfloat16, True, id="one-row"),
     ],
 )
-def test_what_torch_takes(
+def test_can_multiply_knows_the_operands_that_torch_takes(
     a: dict[str, Any], b: dict[str, Any], kind: str, dtype: torch.dtype, taken: bool, on_hopper: None
 ) -> None:
     given = scales(kind)
@@ -97,7 +97,7 @@ def test_an_older_chip_and_a_cpu_have_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_scaled_rows
-def test_where_the_kernel_does_not_run_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_scaled_mm_runs_where_the_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
 
     def product(*arguments: Any) -> Tensor:
@@ -127,7 +127,7 @@ def test_scales_of_all_elements_and_of_rows_are_two_classes() -> None:
     assert kind_of(a.bfloat16(), None, 1.0) == "plain"
 
 
-def test_what_was_not_measured_is_the_kernels(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasured_products_with_a_scale_use_the_kernel(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, "MEASURED", {})
     with FakeTensorMode():
         a, b = fake(M, K), fake(K, N, transposed=True)

@@ -51,7 +51,7 @@ def test_both_products_are_kept_and_on_a_cpu_in_32_bits_the_activation(
 
 def test_what_keeps_the_output_keeps_the_products_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are kept already: a feed-forward layer keeps its input and both, and makes the gate's output again."""
-    monkeypatch.setattr(backend, "_PLAIN", frozenset())
+    monkeypatch.setattr(backend, "PLAIN", frozenset())
     monkeypatch.setattr(backend, "is_short_of_memory", lambda output: True)  # as a GPU is
     x, gate, up, down = (normal(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10, 8), (8, 10)))
     assert kept(lambda *t: linear(swiglu_linear(*t[:3]), t[3]), x, gate, up, down) == 2 * 60

@@ -12,9 +12,10 @@ from weft.models import Llama, LlamaConfig, PipelinePlan, lora, parallelize
 from weft.models.checkpoint.parts import part_of
 from weft.models.initialization import Normal, fill
 
+# Many sizes are uneven on purpose.
 CONFIG = LlamaConfig(
     vocab_size=33, hidden_size=16, intermediate_size=22, num_layers=3, num_heads=4, num_kv_heads=2, max_seq_len=16
-)  # of which many sizes are uneven on purpose
+)
 KEYS = ("exp_avg", "exp_avg_sq")
 
 

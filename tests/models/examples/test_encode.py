@@ -102,9 +102,8 @@ def test_special_tokens_in_a_chat_are_tokens_and_nothing_is_added(tmp_path: Path
 
 
 def test_an_example_without_a_token_to_learn_is_refused() -> None:
-    encoded = Encoded(
-        np.zeros(0, dtype=np.int64), (MaskedTokens(np.array([5]), np.array([True])),)
-    )  # a first token is no target
+    # A first token is no target.
+    encoded = Encoded(np.zeros(0, dtype=np.int64), (MaskedTokens(np.array([5]), np.array([True])),))
     message = r"a\.jsonl: line 7 has no token to learn behind the first of its 1 tokens; mend the record, or skip bad"
     with pytest.raises(BadExample, match=message):
         join_example(encoded, "a.jsonl: line 7")

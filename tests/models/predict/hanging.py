@@ -1,4 +1,4 @@
-"""Programs whose ranks wait for one another for ever, and what `check_hangs` must say of each."""
+"""Programs whose ranks wait for each other for ever, and for each program the kind and text of the `Hang`."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def asynchronous_in_crossing_orders() -> None:
 
 
 def subgroup_without_a_member() -> None:
-    """Rank 2 computes another list of ranks, and is no member of the group that the others use."""
+    """Rank 2 makes a group of ranks 0 and 1, while ranks 0 and 1 make a group of all three ranks."""
     ranks = [0, 1, 2] if dist.get_rank() < 2 else [0, 1]
     dist.all_reduce(tensor(), group=dist.new_group(ranks))
 
 
 def subgroup_used_by_a_non_member() -> None:
-    """Ranks 0 and 1 wait for rank 2 in a collective of the world, and rank 2 calls it on a group that it is not in."""
+    """Ranks 0 and 1 wait in a collective of the world; rank 2 calls the collective on the group of ranks 0 and 1."""
     group = dist.new_group([0, 1])
     dist.all_reduce(tensor(), group=group if dist.get_rank() == 2 else None)
 
@@ -120,7 +120,7 @@ def broadcast_from_other_sources() -> None:
 
 
 class Gated(nn.Module):
-    """Two branches, of which the ranks take different ones."""
+    """Two branches: rank 0 computes the first alone, further ranks compute both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def uneven_last_batch() -> None:
 
 
 class Branching(nn.Module):
-    """A layer whose first coordinate on "tp" gathers its activations, and whose others do not."""
+    """A layer that gathers activations on the first coordinate along "tp" alone."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def branch_on_the_coordinate() -> None:
 
 
 def zero_bubble_with_swapped_weights() -> None:
-    """Stages share a table, whose gradient they sum in W. The last stage takes W before it sends what I found."""
+    """Two stages sum the gradient of a shared table in W. The last stage runs W before sending the result of I."""
     rank = dist.get_rank()
     table = tensor(8)
     if rank == 0:
@@ -211,7 +211,7 @@ def messages_both_ways_in_one_order() -> None:
 class Case:
     program: Callable[[], None]
     kind: str  # of the `Hang`
-    said: tuple[str, ...]  # parts of its text
+    said: tuple[str, ...]  # parts of the text of the `Hang`
     ranks: int = 2
     rule: Rule = "gloo"
 

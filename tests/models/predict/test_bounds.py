@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.models.predict.bounds import layers_of_stages, pipeline_floor
 from weft.models.schedules.pipeline_plan import make_schedule
-from weft.models.schedules.schedule import NAMES, Action, Name, simulate
+from weft.models.schedules.schedule import NAMES, Action, ScheduleName, simulate
 
 SECONDS = st.one_of(st.just(1.0), st.floats(0.0, 3.0))
 
 
 @given(data=st.data(), name=st.sampled_from(NAMES), ranks=st.integers(1, 4), microbatches=st.integers(1, 6))
-def test_no_schedule_ends_before_the_floor(data: st.DataObject, name: Name, ranks: int, microbatches: int) -> None:
+def test_no_schedule_ends_before_the_floor(
+    data: st.DataObject, name: ScheduleName, ranks: int, microbatches: int
+) -> None:
     chunks = data.draw(st.integers(2, 3)) if name == "interleaved" else 1
     if name == "interleaved":
         microbatches = ranks * max(1, microbatches // ranks)
@@ -44,7 +46,7 @@ def test_no_schedule_ends_before_the_floor(data: st.DataObject, name: Name, rank
         pytest.param("zero_bubble", 1, 3 * 8 + 3, id="zero-bubble"),
     ],
 )
-def test_the_floor_of_equal_stages_is_the_length_by_the_formula(name: Name, chunks: int, expected: int) -> None:
+def test_the_floor_of_equal_stages_is_the_length_by_the_formula(name: ScheduleName, chunks: int, expected: int) -> None:
     """4 ranks, 8 microbatches: a forward takes 1, a backward 2, as in `bubble_formula`."""
     forward, backward = [1.0] * 4 * chunks, [2.0] * 4 * chunks
     assert pipeline_floor(forward, backward, ranks=4, microbatches=8, schedule=name) == expected

@@ -67,6 +67,7 @@ def test_a_measured_chip_comes_back(tmp_path: Path) -> None:
         attention_reachable={"forward": 0.25, "backward": 0.5},
         launch_seconds=2e-6,
         crowding=1.25,
+        drift=0.02,
     )
     (tmp_path / "chip.toml").write_text(chip.as_toml())
     assert load_chip(str(tmp_path / "chip.toml")) == chip
@@ -245,6 +246,7 @@ def test_the_smallest_file(tmp_path: Path) -> None:
         pytest.param({"ops": "{a = {adds_products = 1}}"}, "ops.a.adds_products is 1; give true", id="op-boolean"),
         pytest.param({"collectives": "{send = {seconds = -1}}"}, "collectives.send.seconds is -1", id="collective"),
         pytest.param({"attention_reachable": "{forward = 2}"}, "attention_reachable.forward is 2", id="attention"),
+        pytest.param({"drift": "-1"}, r"drift is -1; give a number from 0 to 1e\+24", id="drift"),
         pytest.param({"crowding": "0"}, "crowding is 0; give a number above 0", id="crowding"),
         pytest.param({"products": "3"}, "products is 3; give a list", id="products-a-number"),
         pytest.param({"threads": "0"}, "threads is 0; give a number above 0", id="no-threads"),
@@ -277,7 +279,7 @@ def test_a_file_that_is_no_chip(content: bytes, error: str, tmp_path: Path) -> N
         load_chip(path)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_folders_pipes_and_absent_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no plain file; give a plain file"):
         load_chip(tmp_path)
     with pytest.raises(ValueError, match="cannot be read: No such file"):

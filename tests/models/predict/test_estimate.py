@@ -24,7 +24,7 @@ from weft.models.predict.timeline import DEVICE, PARTS, time_step
 from weft.models.predict.timeline_picture import timeline_json, timeline_svg
 from weft.models.predict.trace import trace_step
 from weft.models.schedules.pipeline_plan import PipelinePlan, make_schedule
-from weft.models.schedules.schedule import Action, Name, bubble_formula, simulate
+from weft.models.schedules.schedule import Action, ScheduleName, bubble_formula, simulate
 from weft.models.step.record import StepShape
 from weft.models.train.measure import flops_per_token
 
@@ -56,7 +56,7 @@ def stage_trace(blocks: int, *, head: float = 0.0, message_bytes: int = 0, **aft
 
 
 def of_pipeline(
-    step: Trace, name: Name = "1f1b", *, ranks: int = 4, microbatches: int = 8, chunks: int = 1
+    step: Trace, name: ScheduleName = "1f1b", *, ranks: int = 4, microbatches: int = 8, chunks: int = 1
 ) -> Estimate:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     return estimate(
@@ -67,7 +67,7 @@ def of_pipeline(
 @pytest.mark.every_value
 @pytest.mark.parametrize("microbatches", [4, 8, 20])
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_bubble_of_equal_stages_is_the_formula(name: Name, chunks: int, microbatches: int) -> None:
+def test_bubble_of_equal_stages_is_the_formula(name: ScheduleName, chunks: int, microbatches: int) -> None:
     step = replace(stage_trace(8), times=(microbatches - 1, 1))
     result = of_pipeline(step, name, microbatches=microbatches, chunks=chunks)
     idle, slots = bubble_formula(name, ranks=4, microbatches=microbatches, chunks=chunks)

@@ -6,7 +6,8 @@ import math
 import random
 from dataclasses import replace
 from functools import cache, partial
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from weft.models.predict.chip import Chip, load_chip
-from weft.models.predict.find_plans import check_stages, count_experts, parameters_of
+from weft.models.predict.find_plans import check_stages, count_experts, parameters_of, search_plans
 from weft.models.predict.plan_memory import PlanMemory, least_tp
 from weft.models.predict.plan_prices import PlanPrices, least_sizes
 from weft.models.predict.plans import Candidate, Space, enumerate_candidates
@@ -138,6 +139,29 @@ def test_no_floor_is_above_the_memory(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("axes", [{}, {"pp": 2, "schedule": "1f1b"}], ids=["whole", "stages"])
+def test_no_floor_by_runs_of_other_candidates_is_above_the_memory(axes: dict[str, Any]) -> None:
+    """Each candidate's floor, after a run of each other candidate, which differs in zero, dp and microbatches."""
+    prices, _ = prices_of(replace(NARROW, num_layers=8), 8, 16, 64, True)
+    same = {"recompute": "selective", "tp": 2, "sequence": True, **axes}
+    changes: list[dict[str, Any]] = [
+        {"dp": 2, "microbatches": 2}, {"dp": 2, "microbatches": 4, "zero": 1}, {"dp": 4, "microbatches": 2, "zero": 2},
+        {"dp": 4, "microbatches": 4, "zero": 3}, {"dp": 1, "microbatches": 8},
+    ]  # fmt: skip
+    candidates = [Candidate(**same, **each) for each in changes]
+    peaks = [prices.memory.peak(each) for each in candidates]
+    for known in candidates:
+        memory = PlanMemory(workload=prices.workload, parameters=prices.memory.parameters)
+        without = [memory.known_floor(each) for each in candidates]
+        assert without == [memory.weights_floor(each) for each in candidates]
+        memory.peak(known)
+        floors = [memory.known_floor(each) for each in candidates]
+        assert all(map(float.__le__, floors, map(float, peaks)))
+        assert all(map(float.__gt__, floors, without)), "the run of one candidate tells of the others"
+        assert len(memory._parts) == 1, "a floor runs nothing"
+
+
+@pytest.mark.exhaustive
 def test_memory_under_zero_bubble_is_that_of_the_whole_step() -> None:
     """Memory composed from parts would be too low: operands of weights' gradients stay until these are computed."""
     prices, _ = prices_of(NARROW, 8, 16, 64, True)
@@ -208,3 +232,36 @@ def test_branch_and_bound_finds_what_brute_force_finds_on_machines_and_models_dr
     assert proof.is_complete
     assert proof.enumerated == len(some) + 2 == sum(proof.refused.values()) + sum(proof.cut.values()) + proof.priced
     assert sum(proof.cut.values()) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("config", "processes", "rows", "fixed", "enumerated"),
+    [
+        pytest.param(NARROW, 2, 2, {"recompute": "none", "zero": 0}, 16, id="2-of-a-plan"),
+        pytest.param(NARROW, 8, 2, {}, 1662, id="8"),
+        pytest.param(EXPERTS, 4, 1, {}, 765, id="4-with-experts"),
+    ],
+)
+def test_the_best_ten_are_those_of_every_plan_priced(
+    config: LlamaConfig | MixtralConfig, processes: int, rows: int, fixed: dict[str, Any], enumerated: int
+) -> None:
+    """Of every enumerated plan, with memory for half of the ten fastest."""
+    model = model_of(replace(config, num_layers=6))
+    workload = Workload(model=model, rows=rows, tokens=96, dtype=torch.bfloat16, clip_norm=1.0, is_compiled=True)
+    space = Space(processes=processes, rows=rows, num_experts=count_experts(model), fixed=fixed)
+    check = partial(check_stages, num_blocks=6)
+    memory = PlanMemory(workload=workload, parameters=parameters_of(workload))
+    prices = PlanPrices(
+        workload=workload, chip=H100, processes=processes, limit=0, flops=1.0, memory=memory, least_sizes={},
+        stages=StageTraces(workload=workload),
+    )  # fmt: skip
+    every = [(prices.price(each)[0], each) for each in enumerate_candidates(space, check).accepted]
+    able = sorted((pair for pair in every if pair[0] < math.inf), key=lambda pair: (pair[0], pair[1].complexity))
+    limit = sorted(memory.peak(each) for _, each in able[:10])[4]
+    expected = list(islice((pair for pair in able if memory.peak(pair[1]) <= limit), 10))
+    found = search_plans(workload, space, H100, check=check, memory=limit)
+    assert [(each.seconds, each.candidate) for each in found.plans] == expected
+    assert [each.memory_bytes for each in found.plans] == [memory.peak(each) for _, each in expected]
+    assert found.certificate.is_complete and found.certificate.enumerated == enumerated
+    assert found.certificate.priced < len(able), "something was cut off"

@@ -1,4 +1,4 @@
-"""Programs that hang are found, plans that run are cleared, and what is accused hangs in real processes."""
+"""`check_hangs` finds every program that hangs, and no plan that runs; real processes hang in the same calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.models.predict.hangs import NoHang, check_hangs, find_hang
 from weft.models.predict.matching import Issued, Program
 from weft.models.predict.rank_kinds import check_plan
 from weft.models.schedules.schedule import NAMES, Action, Schedule
-from weft.models.step.record import Step, StepShape, run_on_shapes
+from weft.models.step.record import RecordedStep, StepShape, run_on_shapes
 
 from tests.models.predict import hanging
 from tests.models.predict.hanging import CASES, Case, tensor
@@ -41,7 +41,7 @@ def test_programs_that_hang(case: Case) -> None:
     assert "hanging.py" in text, "both sides name a line"
 
 
-# ----- what runs is cleared
+# ----- programs that run
 
 
 def everything() -> None:
@@ -136,7 +136,7 @@ def test_a_program_that_fails_names_its_rank() -> None:
 
 
 def test_both_sides_beside_one_another() -> None:
-    """The text as a user reads it."""
+    """The whole text of a `Hang`."""
     found = check_hangs(hanging.sends_in_a_circle, ProcessMesh.grid(dp=2))
     line = hanging.sends_in_a_circle.__code__.co_firstlineno + 2
     at = f"hanging.py:{line} in sends_in_a_circle"
@@ -155,7 +155,7 @@ def test_both_sides_beside_one_another() -> None:
 
 
 def test_ranks_that_make_groups_in_other_orders() -> None:
-    """Making a group waits for its members, in a recording as in real processes."""
+    """Making a group waits for the members, in a recording as in real processes."""
 
     def group(rank: int, *members: int) -> list[Any]:
         return [Issued(kind="make group", group=f"ranks {members}", members=members)]
@@ -190,7 +190,7 @@ def checked(
     )
     plan = replace(model.parallel_plan(), **changes)
 
-    def record_rank(rank: int, listen: Any) -> Step:
+    def record_rank(rank: int, listen: Any) -> RecordedStep:
         update = None if fault is None else lambda _: fault(rank)
         return run_on_shapes(model, mesh, plan, replace(shape, rank=rank), clip_norm=1.0, update=update, listen=listen)
 
@@ -240,7 +240,7 @@ def test_no_plan_of_the_table_is_accused(
 
 
 def test_a_schedule_that_waits_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage takes a microbatch back before it sends the next, for which the last stage waits first."""
+    """The first stage waits for B0 before sending F1; the last stage waits for F1 before sending B0."""
 
     def actions(text: str, stage: int) -> tuple[Action, ...]:
         return tuple(Action(each[0], stage, int(each[1])) for each in text.split())  # type: ignore[arg-type]
@@ -305,7 +305,7 @@ def test_a_rank_of_a_kind_that_does_something_else_is_found(culprit: int) -> Non
 
 
 def run_and_stay(program: Callable[[], None]) -> None:
-    """Run a program; a rank that comes to its end keeps its connections, as a training loop would."""
+    """Run a program, and keep the rank's connections open afterwards, as a training loop would."""
     program()
     time.sleep(30)
 
@@ -315,9 +315,10 @@ def run_and_stay(program: Callable[[], None]) -> None:
     ("program", "waiting"),
     [(hanging.condition_on_rank, [0]), (hanging.receive_without_send, [1]), (hanging.sends_in_a_circle, [0, 1])],
 )
-def test_what_is_accused_hangs_on_gloo(program: Callable[[], None], waiting: list[int], pool: Any) -> None:
-    """In a wait of torch.distributed, and the other ranks at their end. Plans that are cleared run in
-    test_every_mesh.py, test_pipeline.py and test_zero.py.
+def test_programs_found_to_hang_do_hang_on_gloo(program: Callable[[], None], waiting: list[int], pool: Any) -> None:
+    """The waiting ranks hang in a wait of torch.distributed, the remaining ranks reach the end of the program.
+
+    Plans without hangs run in test_every_mesh.py, test_pipeline.py and test_zero.py.
     """
     assert check_hangs(program, ProcessMesh.grid(dp=2)).hangs
     with pytest.raises(RanksFailed) as error:
@@ -327,7 +328,7 @@ def test_what_is_accused_hangs_on_gloo(program: Callable[[], None], waiting: lis
     assert all(failure.what.startswith("no answer") for failure in error.value.failures), str(error.value)
 
 
-def test_what_is_cleared_runs_on_gloo(pool: Any) -> None:
+def test_programs_found_without_hangs_run_on_gloo(pool: Any) -> None:
     for program, ranks in ((everything, 4), (messages_in_turns, 2), (receives_posted_ahead, 3)):
         assert not check_hangs(program, ProcessMesh.grid(dp=ranks)).hangs
         pool.run(program, ranks=ranks, timeout=20.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 import torch
 from weft.mesh import ProcessMesh
 from weft.models.families import make_model
-from weft.models.predict.chip import load_chip
+from weft.models.predict import measure_machine, rounds
+from weft.models.predict.chip import Rate, load_chip
 from weft.models.predict.events import Compute, Start
 from weft.models.predict.fitting import Sample, fit_line, fit_rates, least_squares, relative_errors
 from weft.models.predict.measure_step import (
@@ -21,10 +24,12 @@ from weft.models.predict.measure_step import (
     SMALL,
     StandardStep,
     collective_host_seconds_of,
+    drift_of,
     host_seconds_of,
     trace_of,
 )
 from weft.models.predict.op_cases import Case, make_gradients, op_cases, product_shapes
+from weft.models.predict.price import seconds_of
 from weft.models.predict.rounds import FEWEST, Clock, interleaved
 from weft.models.predict.trace import trace_step
 from weft.models.step.record import StepShape
@@ -143,6 +148,30 @@ def test_each_op_of_a_step_is_measured(name: str) -> None:
     assert "linear" in ops and ops - {"optimizer", "rope_tables", "rope_table"} <= MEASURED
 
 
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_a_cpu_takes_as_long_for_a_recomputed_block_as_for_its_forward(name: str) -> None:
+    """In float32 a CPU recomputes no single norm or gate, so the rates of these are 0. A whole block is recomputed."""
+    with torch.device("meta"):
+        model: Any = make_model(recipe(name).model)
+    plan = replace(model.parallel_plan(), recompute="full")
+    trace = trace_step(model, ProcessMesh.grid(dp=1), plan, StepShape(batch=(2, 32)), clip_norm=None)
+    of_machine = {f"{op}.recompute.float32": Rate() for op in measure_machine.RECOMPUTED}
+    chip = replace(load_chip("h100"), ops=of_machine | {f"{op}.forward.float32": Rate(seconds=1.0) for op in MEASURED})
+
+    def seconds(phase: Any, *parts: str) -> dict[str, float]:
+        """By op of RECOMPUTED."""
+        found: dict[str, float] = {}
+        for segment in trace.select(phase=phase):
+            for event in segment.events if segment.place == "block" else ():
+                if isinstance(event, Compute) and event.name in measure_machine.RECOMPUTED and event.part in parts:
+                    found[event.name] = found.get(event.name, 0.0) + seconds_of(event, chip) * trace.count(segment)
+        return found
+
+    of_forward = seconds("forward", "forward")
+    assert of_forward and seconds("backward", "repeat", "recompute") == of_forward
+    assert set(seconds("backward", "recompute").values()) == {0.0}
+
+
 def smallest() -> Iterator[Case]:
     """The first case of each op."""
     seen = set[str]()
@@ -175,15 +204,31 @@ def test_products_are_those_of_layers_and_their_gradients() -> None:
 # Timing
 
 
-def test_rounds_take_turns_and_the_first_is_not_counted() -> None:
+def test_the_measurements_take_the_given_seconds_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the smallest cases, each op is called once, and no copy, product or step."""
+    asked = []
+
+    def ask(calls: Any, seconds: float, clock: Clock | None, **options: Any) -> list[list[float]]:
+        asked.append(seconds)
+        return [[1e-3 if clock is not None else call()] for call in calls]
+
+    monkeypatch.setattr(measure_machine, "interleaved", ask)
+    monkeypatch.setattr(measure_machine, "WHOLE", 1e9)
+    machine = measure_machine._Machine(torch.device("cpu"), 2, 100.0)
+    machine.measure_alone()
+    together = 100.0 * (measure_machine.OF_STEPS / 3 + measure_machine.OF_LINKS)
+    assert sum(asked) + together == pytest.approx(100.0)
+
+
+def test_rounds_take_turns_and_the_first_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     calls = [lambda name=name: order.append(name) for name in "ab"]
     times = interleaved(calls, 0.0, Clock(torch.device("cpu")))
     assert [len(each) for each in times] == [FEWEST, FEWEST]
     assert "".join(order) == "ab" * (FEWEST + 1)
-    begin = time.monotonic()
-    assert len(interleaved([lambda: time.sleep(0.01)], 0.2, Clock(torch.device("cpu")))[0]) >= FEWEST + 2
-    assert time.monotonic() - begin < 2
+    now = itertools.count(step=0.01)  # seconds: every look at the clock takes 0.01, and a round two looks
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert FEWEST + 2 <= len(interleaved([lambda: 7.0], 0.2, None)[0]) <= 10
     assert interleaved([lambda: 7.0], 0.0, None) == [[7.0] * FEWEST]
 
 
@@ -238,3 +283,16 @@ def test_a_collective_takes_the_thread_what_ops_do_not() -> None:
     launched = replace(chip, host_seconds=1e-6)
     assert 0 < collective_host_seconds_of(trace, 1e-2, launched) < found
     assert collective_host_seconds_of(trace, 1e-2, replace(launched, crowding=1e3)) == 0.0
+
+
+def test_ranks_drift_apart_where_they_wait_longer_than_collectives_take() -> None:
+    trace = trace_of(DIVIDED, tp=2)
+    kinds = {event.kind for segment in trace.segments for event in segment.events if isinstance(event, Start)}
+    instant = replace(load_chip("h100"), collectives=dict.fromkeys(kinds, Rate()))
+    drift = drift_of(trace, 1e-1, 1e-2, instant)
+    assert drift_of(trace, 4e-1, 1e-2, instant) == pytest.approx(drift / 2)
+    count = (1e-2 / drift) ** 2 / 1e-1  # waiting = drift * sqrt(busy * count)
+    assert 15 < count < 60
+    slow = replace(instant, collectives=dict.fromkeys(kinds, Rate(seconds=1e-2 / count / 4)))
+    assert drift_of(trace, 1e-1, 1e-2, slow) == pytest.approx(0.75 * drift)
+    assert drift_of(trace, 1e-1, 1e-2, replace(slow, collectives=dict.fromkeys(kinds, Rate(seconds=1.0)))) == 0.0

@@ -18,7 +18,7 @@ from weft.models.predict.hangs import CallRecorder, NoHang
 from weft.models.predict.rank_kinds import check_plan
 from weft.models.schedules.schedule import Action
 from weft.models.step import message_forms
-from weft.models.step.record import SharedRuns, Step, StepShape, run_on_shapes
+from weft.models.step.record import RecordedStep, SharedRuns, StepShape, run_on_shapes
 from weft.reshard.extension import recording, world
 
 from tests.models.predict.hanging import tensor
@@ -148,7 +148,7 @@ def check(model: Any, axes: dict[str, int], plan: Any, *, most_ranks: int = 1, u
     count = MICROBATCHES if "pp" in axes else 1
     mesh, shape, shared = ProcessMesh.grid(**axes), shape_of(model, axes, count), SharedRuns()
 
-    def record_rank(rank: int, listen: Any) -> Step:
+    def record_rank(rank: int, listen: Any) -> RecordedStep:
         own = None if update is None else lambda _: update(rank)
         return run_on_shapes(
             model, mesh, plan, replace(shape, rank=rank), clip_norm=1.0, update=own, listen=listen, shared=shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_on_a_cpu_no_op_runs_while_a_collective_is_issued() -> None:
     assert result.parts["host"] == pytest.approx(0.5) and result.parts["communication"] == pytest.approx(2.0)
     assert timed(start(0, 3.0, size=1), memory(1.0), wait(0), chip=chip).seconds == pytest.approx(1.0)
     assert timed(start(0, 3.0), memory(1.0), wait(0), chip=replace(chip, threads=None)).seconds == pytest.approx(3.0)
+
+
+def test_ranks_that_drift_apart_wait_for_the_last_at_each_collective() -> None:
+    chip = replace(QUICK, drift=0.5, threads=1)
+    # 4 s of work drift ranks 1 s apart, and the 1 s of work after the collective drifts them 0.5 s apart.
+    work = memory(4.0), start(0, 3.0), wait(0), memory(1.0), start(1, 3.0), wait(1), wait(1)
+    result = timed(*work, chip=chip)
+    assert result.seconds == pytest.approx(5.0 + 6.0 + 1.5)
+    assert result.parts["communication"] == pytest.approx(6.0 + 1.5)
+    # The collective ends beside the work, and so does the wait for the last rank.
+    assert timed(start(0, 1.0), memory(4.0), wait(0), chip=chip).seconds == pytest.approx(4.0)
+    assert timed(start(0, 3.5), memory(4.0), wait(0), chip=chip).seconds == pytest.approx(4.5)
+    assert timed(memory(4.0), start(0, 3.0, size=1), wait(0), chip=chip).seconds == pytest.approx(4.0)
+
+
+def test_a_loop_whose_ranks_drift_apart_takes_as_long_as_its_copies() -> None:
+    chip = replace(QUICK, drift=0.5, threads=1)
+    blocks = trace(segment(memory(2.0), start(0, 1.0), wait(0), memory(0.5), blocks=range(60)), num_blocks=60)
+    assert time_step(blocks, chip).seconds == pytest.approx(time_step(blocks, chip, expand=True).seconds)
+    # Each block waits 1 s for its collective and 0.5 * sqrt(2.5) s for the last rank; the first has 2 s before it.
+    expected = 60 * 2.5 + 60 + 0.5 * (59 * math.sqrt(2.5) + math.sqrt(2.0))
+    assert time_step(blocks, chip).seconds == pytest.approx(expected)
 
 
 def test_a_compiler_fuses_elementwise_work() -> None:

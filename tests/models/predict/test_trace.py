@@ -10,12 +10,18 @@ import pytest
 import torch
 from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
+from weft.models.predict import observer
 from weft.models.predict.events import Compute, Start, Trace, Wait
 from weft.models.predict.trace import trace_step
+from weft.models.step import live_storages
 from weft.models.step.alike import choose_representatives
 from weft.models.step.communication import Communication
+from weft.models.step.followed_step import Peak
+from weft.models.step.memory import predict_memory
 from weft.models.step.record import StepShape, run_on_shapes
 from weft.models.train.measure import flops_per_token
+from weft.reshard.extension import add_dtensors
+from weft.reshard.world import recording
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4, "max_seq_len": 32}
 ROTARY = {**SIZES, "num_kv_heads": 2, "intermediate_size": 128}
@@ -194,3 +200,40 @@ def test_representatives(signatures: str, ahead: int, numbers: list[int]) -> Non
     for each in representatives:
         assert each.number in each.blocks
         assert {signatures[block] for block in each.blocks} == {signatures[each.number]}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        pytest.param({"dp": 2, "cp": 2, "tp": 2}, {"context": "all_gather", "sequence": True}, id="three-axes"),
+        pytest.param({"dp": 2, "tp": 2}, {"zero": 1}, id="zero-1", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sums_of_gradients_are_taken_as_by_dtensor(
+    axes: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace, and the bytes of each moment, are the same where DTensor adds up itself."""
+    model, mesh, shape = make("llama"), ProcessMesh.grid(**axes), StepShape(batch=(12, 32), microbatches=3)
+    plan = replace(model.parallel_plan(), **options)
+
+    def found() -> tuple[Trace, Peak | None]:
+        peak = predict_memory(model, mesh, plan, batch=shape.batch, microbatches=shape.microbatches).peak
+        return trace_step(model, mesh, plan, shape, clip_norm=1.0), peak
+
+    taken: list[Any] = []
+
+    def noted(mode: Any, func: Any, *arguments: Any) -> Any:
+        result = add_dtensors(mode, func, *arguments)
+        taken.extend([] if result is NotImplemented else [func])
+        return result
+
+    def refused(*arguments: Any) -> Any:
+        return NotImplemented
+
+    results = []
+    for function in (noted, refused):
+        for module in (observer, live_storages, recording):
+            monkeypatch.setattr(module, "add_dtensors", function)
+        results.append(found())
+    assert results[0] == results[1]
+    assert {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor} == set(taken)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from weft.mesh import derive_key
 from weft.models.cli.train import _complete_run
 from weft.models.data.examples.example import Task
@@ -44,6 +43,9 @@ ANSWERS = ("It is blue.", "In the sea", "It is the sky.", "wärp and weft ☃", 
 
 def save_model(path: Path, seed: int, *, experts: bool = False, **sizes: Any) -> Path:
     """A folder of a Llama, or of a Qwen3 mixture, with a tokenizer and a chat template. The seed draws its weights."""
+    # Imported here: the worker processes import this module too, and never need transformers.
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     save_tokenizer(path, "chatml")
     size = len(AutoTokenizer.from_pretrained(path))
     torch.manual_seed(seed)

@@ -62,7 +62,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], folders: Path, data: Path, *op
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("messages", [True, False], ids=["messages", "text"])
 @pytest.mark.parametrize("name", [*(f"dpo-{loss}" for loss in DPO), *(f"kto-{weights}" for weights in KTO)])
 def test_losses_are_those_of_trl(

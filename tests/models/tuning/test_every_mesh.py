@@ -1,4 +1,4 @@
-"""Step 1 of every task is that of one process, on every mesh and plan, with every kind of reference."""
+"""Step 1 of every task, on every mesh and plan and with every kind of reference, equals step 1 of a process."""
 
 from __future__ import annotations
 
@@ -89,15 +89,16 @@ def step(
 
 @cache
 def alone(pool: Pool, folders: Path, kind: str, name: str, further: tuple[str, ...]) -> dict[str, Any]:
-    """Step 1 on one process."""
+    """Step 1 on a single process."""
     (found,) = step(pool, folders, kind, name, {"dp": 1}, "", further)
     return found
 
 
 def compare(pool: Pool, folders: Path, kind: str, name: str, mesh: tuple[dict[str, int], str], *further: str) -> None:
-    """Check that step 1 on a mesh is that of one process, as predicted. further: options of the run."""
+    """Compare step 1 on a mesh with step 1 on a process, and with the prediction. further: options of the run."""
     axes, plan = mesh
-    own = tuple(each for each in further if not each.startswith("--reference-mesh"))  # not on one process
+    # A single process has no mesh for the reference.
+    own = tuple(each for each in further if not each.startswith("--reference-mesh"))
     if kind == "mixture" and "--plan.microbatches" in plan:  # the balance loss is a mean over the microbatches
         own = (*own, "--plan.microbatches", plan.split("--plan.microbatches ")[1].split()[0])
     truth, seen = alone(pool, folders, kind, name, own), set[str]()
@@ -127,7 +128,7 @@ def test_a_step_of_all_weights(mesh: str, name: str, folders: Path, pool: Pool) 
 @pytest.mark.parametrize("name", TASKS)
 @EACH_MESH
 def test_a_step_of_adapters(mesh: str, name: str, folders: Path, pool: Pool) -> None:
-    """The reference is the model without its adapters."""
+    """The reference is the model with the adapters switched off."""
     compare(pool, folders, "llama", name, MESHES[mesh], *LORA)
 
 
@@ -140,7 +141,7 @@ def test_adapters_beside_another_reference(mesh: str, reference: str, name: str,
     compare(pool, folders, "llama", name, MESHES[mesh], *further)
 
 
-# The policy's axes, and those of the reference.
+# Axes and options of the policy; axes and ZeRO level of the reference.
 OWN_MESHES: dict[str, tuple[dict[str, int], str, dict[str, int], int]] = {
     "tp2-dp2": ({"tp": 2}, "", {"dp": 2, "tp": 1}, 0),
     "pp2-dp2-zero3": ({"pp": 2}, "--plan.microbatches 2", {"dp": 2, "pp": 1}, 3),

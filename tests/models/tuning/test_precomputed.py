@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.models.documents import write_shared
+from weft.models.safe_files import write_shared
 from weft.models.train.precomputed import PrecomputedReference
 from weft.models.train.reference import Scorer
 from weft.models.train.reference_table import find_identities, read_table, write_table

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.models import documents
-from weft.models.documents import write_first
+from weft.models import safe_files
+from weft.models.safe_files import write_first
 from weft.models.train.precomputed import PrecomputedReference
 from weft.models.train.reference_table import read_table, share_table, write_table
 from weft.models.train.run import Run
@@ -120,7 +120,7 @@ def test_of_writers_at_once_the_first_is_kept(links: bool, tmp_path: Path, monke
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-        monkeypatch.setattr(documents.os, "link", refuse)
+        monkeypatch.setattr(safe_files.os, "link", refuse)
     for name in ("file", "link"):
         path = tmp_path / name
         if name == "link":

@@ -1,4 +1,4 @@
-"""Ints, shapes and axis names as callers pass them, checked and converted to plain Python values.
+"""Ints, numbers, shapes and axis names as callers pass them, checked and converted to plain Python values.
 
 Callers may pass numpy ints, a `torch.Size` or members of enums.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 
 def as_int(name: str, value: Any) -> int:
@@ -24,6 +25,11 @@ def as_int(name: str, value: Any) -> int:
         return int(operator.index(value))
     except TypeError:
         raise ValueError(f"{name} is {value!r}, which is not an int") from None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is an int or a float, also of numpy. False for a bool, and for a tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def as_shape(shape: Iterable[Any]) -> tuple[int, ...]:

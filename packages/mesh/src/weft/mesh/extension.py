@@ -4,6 +4,7 @@ Boxes of elements, pictures, checked arguments, layouts rewritten between meshes
 A release may rename them; the changelog says how.
 """
 
+from .arguments import as_int, as_shape, is_number
 from .infer import terms
 from .layout import Box, chunk, largest_part, overlap, volume
 from .picture import WIDTH, coloured, draw
@@ -15,12 +16,15 @@ __all__ = [
     "MOST_RANKS",
     "WIDTH",
     "Box",
+    "as_int",
     "as_mesh",
+    "as_shape",
     "axes_of",
     "chunk",
     "coarsened",
     "coloured",
     "draw",
+    "is_number",
     "largest_part",
     "overlap",
     "parts_of_axes",

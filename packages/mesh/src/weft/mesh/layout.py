@@ -214,16 +214,18 @@ class Layout:
     def parts(self, dim: int) -> int:
         """The number of parts into which the mesh cuts dim `dim`."""
         self.check_counted()
-        return self.mesh.axis_size(*self.shard_order.get(dim, ()))
+        return self.mesh.axis_size(*self.shard_order.get(as_int("the dim of parts()", dim), ()))
 
     def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
         """The layout as text, with an ASCII picture of the ranks holding each part.
 
-        global_shape: adds the indices of each part to the picture.
+        global_shape: adds the indices of each part to the picture. None: a picture without indices.
         width: the columns that the picture should fit in; to fit, fewer cells and shorter lists of ranks are drawn.
         """
+        global_shape = None if global_shape is None else as_shape(global_shape)
         layout = self if global_shape is None else self.resolved(global_shape)
-        return "\n".join([f"{self} on {self.mesh}", *draw(layout, global_shape, width=width)])
+        lines = draw(layout, global_shape, width=as_int("the width of explain()", width))
+        return "\n".join([f"{self} on {self.mesh}", *lines])
 
     def __rich__(self) -> Any:
         """What `rich.print(layout)` shows: the text of `explain()`, in colour where the terminal has it."""

@@ -56,7 +56,7 @@ Placement = Shard | Replicate | Partial
 _TEXT = re.compile(r"R|S\((-?\d+)\)|P(?:\((\w+)\))?", re.ASCII)
 
 
-def parse_placement(text: str) -> Placement:
+def _parse_placement(text: str) -> Placement:
     """The placement printed as `text`: "R", "S(0)", "P(sum)"; "P" means "P(sum)".
 
     Raises ValueError for any other text.
@@ -78,7 +78,7 @@ def as_placement(value: Any) -> Placement:
     if isinstance(value, Shard | Replicate | Partial):
         return value
     if isinstance(value, str):
-        return parse_placement(value)
+        return _parse_placement(value)
     match type(value).__name__:
         case "Shard":
             return Shard(value.dim)

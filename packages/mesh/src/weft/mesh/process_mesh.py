@@ -274,6 +274,8 @@ class ProcessMesh:
 
     def flatten(self, names: Sequence[Axis], *, into: str) -> ProcessMesh:
         """The mesh with the neighbouring axes `names`, major first, merged into axis `into`."""
+        if not isinstance(names, Sequence):
+            raise ValueError(f"flatten got the axes {names!r}; give a sequence of {self.axis_names}")
         axes = [self.axis(name) for name in names]
         if not axes or axes != list(range(axes[0], axes[0] + len(axes))):
             raise ValueError(f"axes {tuple(names)} are not neighbours in {self.axis_names}; permute the mesh first")

@@ -138,7 +138,10 @@ class GatedMLP(nn.Module):
 def add_and_norm(
     dropout: Dropout, norm: nn.Module, output: Tensor, residual: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Adds a layer's output, after dropout, to the residual stream; returns (new stream, its norm)."""
+    """Adds a layer's output, after dropout, to the residual stream; returns (new stream, its norm).
+
+    key: as for `Dropout.forward`; None where nothing is dropped.
+    """
     if dropout.is_active:
         stream = dropout(output, key, residual=residual)
         return stream, norm(stream)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol
+from functools import lru_cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
@@ -152,6 +153,42 @@ def divisors(number: int) -> list[int]:
     """The divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
+
+
+def check_kinds(where: str, config: object) -> None:
+    """Raise ValueError for a field whose value is of another kind than the field's annotation.
+
+    Kinds are ints, numbers, text, flags and names (Literal), also with None; fields of further kinds are not checked.
+    Called first in `__post_init__`: the checks of ranges compare numbers.
+    """
+    own: Any = type(config)
+    for name, kinds in _kinds_of(own).items():
+        value = getattr(config, name)
+        if not any(_is_of(kind, value) for kind in kinds):
+            words = " or ".join(_WORDS.get(kind) or ", ".join(map(repr, get_args(kind))) for kind in kinds)
+            raise ValueError(f"{where}.{name} is {value!r}; it must be {words}")
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", NoneType: "None"}
+
+
+@lru_cache(maxsize=64)
+def _kinds_of(config: type) -> dict[str, tuple[Any, ...]]:
+    """The kinds of each field of a dataclass whose kinds `check_kinds` knows."""
+    hints = get_type_hints(config)
+    by_name = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+    known = {
+        name: all(kind in _WORDS or get_origin(kind) is Literal for kind in kinds) for name, kinds in by_name.items()
+    }
+    return {name: kinds for name, kinds in by_name.items() if known[name]}
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    if get_origin(kind) is Literal:
+        return any(value == name and type(value) is type(name) for name in get_args(kind))
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def check_at_least(where: str, config: object, least: int, *names: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from .checks import check_choice, check_counts, check_positive, check_probabilities, check_sizes, check_table
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
+RouterScore = Literal["softmax", "sigmoid"]  # the function that makes scores of a router's logits
+
 
 def shown(metavar: str, default: str, name: str | None = None) -> Any:
     """Metadata by which `weft train --help` shows an option's default in words; None without tyro.
@@ -100,7 +102,7 @@ class ExpertOptions:
     intermediate_size: int  # width inside an expert
     num_experts: int
     experts_per_token: int
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    score: RouterScore = "softmax"  # of the router's logits
     softmax_after: bool = False  # weights: a softmax of the chosen experts' logits alone
     normalize: bool = True  # divide a token's weights by their sum
     scale: float = 1.0  # multiplies the weights

@@ -86,7 +86,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of the first block [B, T, H], and further arguments for every block.
 
-        positions: as for `forward`; None: counted from `first`.
+        positions: as for `forward`; None: counted from `first`. dropout_key: as for `forward`.
         """
         raise NotImplementedError
 
@@ -103,10 +103,11 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
     ) -> Tensor:
         """Computes logits [B, T, V] of tokens [B, T]; with `targets`, the tokens' losses [B, T].
 
+        dropout_key: of this step and microbatch, see `kernels.dropout`; None where nothing is dropped.
         positions: [B, T] ints, each token's position; None: counted from 0, or from the end of `cache`.
         documents: [B, T] ints; tokens attend only to tokens with the same number, as in packed rows. With a cache:
-            [B, capacity], see `kernels.attention`.
-        cache: from `make_cache`; extended by the tokens' keys and values.
+            [B, capacity], see `kernels.attention`. None: every row is one document.
+        cache: from `make_cache`; extended by the tokens' keys and values. None: the call has all tokens.
         last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
         targets: [B, T] ints, the token to predict at each place, -100 at places without a target. The result is then
             the negative log-probability of each target, at least float32, and 0 at places without. The full logits
@@ -207,7 +208,10 @@ class Decoder(CausalModel[AnyRotaryConfig]):
     def embed(
         self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The tokens' embeddings [B, T, H], and for every block the cosine and sine of the rotary angles."""
+        """The tokens' embeddings [B, T, H], and for every block the cosine and sine of the rotary angles.
+
+        Arguments: as for `CausalModel.embed`.
+        """
         block_inputs = self._tables(tokens, positions, first)
         return self.dropout(self.embed_tokens(tokens), dropout_key), block_inputs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 
 from .blocks import Block, GatedMLP, add_and_norm
-from .config import ExpertOptions
+from .config import ExpertOptions, RouterScore
 from .layers import Linear
 from .low_rank import LowRankExperts
 
@@ -32,7 +32,8 @@ class Experts(nn.Module):
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
 
         A token's output is the weighted sum of the outputs of the token's k experts. No token is dropped.
-        rows: how many entries of `experts` name an expert of this module, if the caller knows; see `kernels.experts`.
+        rows: under expert parallelism, the number of choices in `experts` that are experts of this module, for which
+            `kernels.experts` allocates memory. None: all choices may be.
         """
         projections = self.gate_proj, self.up_proj, self.down_proj
         if self.lora is not None and self.lora.active:
@@ -41,7 +42,7 @@ class Experts(nn.Module):
         output: Tensor = kernels.experts(x, experts, weights, *projections, rows=rows)
         return output
 
-    def choose(self, x: Tensor, experts: Tensor) -> None:
+    def announce_choices(self, x: Tensor, experts: Tensor) -> None:
         """Called by `MixtureOfExperts` as soon as the router has chosen. Does nothing here.
 
         `parallelize` replaces this method for experts sharded over "ep": the ranks then start to exchange how many
@@ -84,7 +85,7 @@ class MixtureOfExperts(nn.Module):
         num_experts: int,
         experts_per_token: int,
         *,
-        score: Literal["softmax", "sigmoid"] = "softmax",
+        score: RouterScore = "softmax",
         softmax_after: bool = False,
         normalize: bool = True,
         scale: float = 1.0,
@@ -125,9 +126,9 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, H] -> ([B, T, H], statistics).
 
-        router: add this layer's statistics to row `layer` of `statistics` [layers, 2 * E + 1], with `seq_aux`
-            [layers, 2 * E + 2], see `kernels.router_statistics`; None starts at zeros. False: `statistics` is returned
-            unchanged.
+        statistics: [layers, 2 * E + 1], with `seq_aux` [layers, 2 * E + 2], of the layers before; None: zeros.
+        router: whether to return `statistics` with row `layer` added, see `kernels.router_statistics`. False:
+            `statistics` is returned unchanged.
         """
         options = self.options
         logits = self.gate(x)  # [B, T, E]
@@ -146,7 +147,7 @@ class MixtureOfExperts(nn.Module):
             statistics = kernels.router_statistics(
                 logits, experts, statistics, load, layer=self.layer, layers=self.layers
             )
-        self.experts.choose(x, experts)
+        self.experts.announce_choices(x, experts)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         if shared is not None and self.shared_expert_gate is not None:
             shared = kernels.sigmoid_gate(shared, self.shared_expert_gate(x))

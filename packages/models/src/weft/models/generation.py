@@ -18,9 +18,9 @@ from weft.reshard.extension import wrap
 from .checks import check_drawing
 from .config import longest_context
 from .decoder import CausalModel
-from .documents import read_json
 from .parallel.parallelize import pipeline_of
 from .prompt_cache import PromptCache, depends_on_length
+from .safe_files import read_json
 
 
 class LogitsNotFinite(RuntimeError):
@@ -70,9 +70,9 @@ def generate(
     prompts: [B, T] int64, giving [B, T + max_new_tokens]; or a list of [T] of any lengths, giving a list of [T +
         max_new_tokens].
     temperature: 0 takes the most likely token; above 0, logits are divided by the temperature and a token is drawn.
-    top_k: draw only among the k most likely tokens; ties with number k are included.
-    top_p: of these, draw only among the fewest most likely tokens with total probability top_p. Both filters keep the
-        same tokens as transformers.
+    top_k: draw only among the k most likely tokens; ties with number k are included. None: among all tokens.
+    top_p: of these, draw only among the fewest most likely tokens with total probability top_p. None: among all. Both
+        filters keep the same tokens as transformers.
     seed: each draw is a function of (seed, row in the batch, number of tokens before), the same on every rank and
         mesh.
     ends: tokens that end a text, as from `end_ids(folder)`. A row is complete at the first end. With [B, T], a complete
@@ -91,9 +91,8 @@ def generate(
         new_tokens = list(
             stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options)
         )
-    new = (
-        torch.stack(new_tokens, 1) if new_tokens else None
-    )  # [B, max_new_tokens], or fewer where all rows are complete
+    # [B, max_new_tokens], or fewer where all rows are complete.
+    new = torch.stack(new_tokens, 1) if new_tokens else None
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)
     if new is None:
@@ -300,7 +299,10 @@ def _pick(logits: Tensor, draw: _Draw, numbers: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Sets logits [B, V] to -inf outside top_k and top_p, like transformers' TopKLogitsWarper and TopPLogitsWarper."""
+    """Sets logits [B, V] to -inf outside top_k and top_p, like transformers' TopKLogitsWarper and TopPLogitsWarper.
+
+    top_k, top_p: as for `generate`; None leaves all tokens.
+    """
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -float("inf"))

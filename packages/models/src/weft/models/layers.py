@@ -242,13 +242,16 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D], by `kernels.attention`.
 
-        dropout_key: as `key` of `Dropout.forward`.
+        dropout_key: as `key` of `Dropout.forward`; None where no weight is dropped, as in evaluation.
         documents: [B, T] ints, the number of each token's document; tokens attend within their document only. With a
             cache: [B, capacity]. None: every row is one document.
-        cache: keys and values of earlier tokens; extended by this call's. order: as for `Dropout.forward`.
+        cache: keys and values of earlier tokens; extended by this call's. None: the call has all tokens.
+        order: as for `Dropout.forward`.
         received: keys and values on their way from other ranks. This object also states which keys each query sees, so
             window and documents are not used. A hook of context parallelism gives `order` or `received`; layers do not.
+            None for both: the tokens are in reading order, and this rank has all keys.
         sinks: [heads], a learned logit of each head, as in gpt-oss; a parameter of the layer, sharded as its heads.
+            None: a layer without sinks.
         """
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": sinks}
         options |= self.dropout.attention_options(dropout_key)

@@ -66,7 +66,7 @@ class LossSum:
     losses: this rank's scalars, all in the same layout. Empty before the last pipeline stage: the sum is then 0, of the
         model's `dtype` widened to at least float32.
     addends: further numbers [n] of this rank, summed over the ranks together with the losses. Inside `exact_sums`
-        stacked like the losses.
+        stacked like the losses. None: no further numbers.
     local: the sum of the losses on this rank alone. Inside `exact_sums`, a stack as of `local_value`.
     Communication: a reshard of 1 + n numbers over the axes sharding the tokens; n = 0 without addends.
     Raises ValueError inside `exact_sums` for addends not stacked like the losses.

@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersClasses:
+class _TransformersClasses:
     """Class names in `transformers`: of a model, of the model's RMS norms, and of the model's gated MLPs."""
 
     model: str
@@ -33,11 +33,11 @@ class TransformersClasses:
 SUPPORTED = {
     family.model: family
     for family in (
-        TransformersClasses("LlamaForCausalLM", "LlamaRMSNorm", "LlamaMLP"),
-        TransformersClasses("MistralForCausalLM", "MistralRMSNorm", "MistralMLP"),
-        TransformersClasses("Qwen2ForCausalLM", "Qwen2RMSNorm", "Qwen2MLP"),
-        TransformersClasses("Qwen3ForCausalLM", "Qwen3RMSNorm", "Qwen3MLP"),
-        TransformersClasses("GPT2LMHeadModel"),
+        _TransformersClasses("LlamaForCausalLM", "LlamaRMSNorm", "LlamaMLP"),
+        _TransformersClasses("MistralForCausalLM", "MistralRMSNorm", "MistralMLP"),
+        _TransformersClasses("Qwen2ForCausalLM", "Qwen2RMSNorm", "Qwen2MLP"),
+        _TransformersClasses("Qwen3ForCausalLM", "Qwen3RMSNorm", "Qwen3MLP"),
+        _TransformersClasses("GPT2LMHeadModel"),
     )
 }
 

@@ -52,8 +52,8 @@ def dpo(
     policy, reference: log-probabilities [..., 2] of the chosen and the rejected answer. No gradient reaches
         `reference`.
     label_smoothing: the probability that the preference is wrong, from 0 to below 0.5.
-    lengths: [..., 2], the number of tokens of each answer. If given, each log-probability is divided by the answer's
-        length, as trl does for "ipo".
+    lengths: [..., 2], the number of tokens of each answer, by which each log-probability is divided, as trl does for
+        "ipo". None: no division.
     valid: [...] bool, the pairs to count; None: all.
     denominator: divides the sum of the pairs' losses; None: the number of counted pairs. Give the number of pairs of
         the whole batch if this call has only some of the pairs.

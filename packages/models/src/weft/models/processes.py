@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+LOOPBACK = "lo"  # the network interface that other machines cannot reach
 GRACE_SECONDS = 2.0  # for processes to end by themselves after a failure, and again after SIGTERM
 LOOK_SECONDS = 0.5  # between two looks whether the parent still exists
 RAISED = 1  # exit status of a process whose function raised an exception
@@ -85,6 +87,17 @@ def run_together(
         report = _report(folder, failed)
         trace = report.read_text(encoding="utf-8") if report.exists() else ""
         raise ProcessFailed(failed, started[failed].exitcode or 0, trace)
+
+
+def listen_on_loopback() -> None:
+    """Sets the variables by which gloo and NCCL choose an interface, unless set already or without a loopback.
+
+    For processes of this machine alone: by default gloo and NCCL's bootstrap listen on an interface that other machines
+    may reach.
+    """
+    if LOOPBACK in (name for _, name in socket.if_nameindex()):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, LOOPBACK)
 
 
 @contextmanager

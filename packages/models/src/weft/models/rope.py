@@ -124,7 +124,7 @@ def _yarn(rotary: Rotary, wavelength: Tensor, scaling: YarnRopeScaling) -> Tenso
 @torch.inference_mode(False)  # cached tables must work in training, even if first made in inference
 @torch.no_grad()
 def rotary_tables(rotary: Rotary, rows: int, device: torch.device, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """`compute_rotary_tables`, cached. Not for a traced graph, which computes its own tables."""
+    """`compute_rotary_tables` of the same arguments, cached. Not for a traced graph, which computes its own tables."""
     return compute_rotary_tables(rotary, rows, device, length)
 
 

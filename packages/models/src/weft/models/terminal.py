@@ -35,6 +35,11 @@ def one_line(text: str) -> str:
     return "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.splitlines()))
 
 
+def gib(nbytes: float, digits: int = 2) -> str:
+    """A number of bytes as text: "1.31 GiB"."""
+    return f"{nbytes / 2**30:,.{digits}f} GiB"
+
+
 def wrap_lines(text: str, width: int) -> str:
     """Wraps each line of the text to `width`, keeping the line's indent."""
 

@@ -66,6 +66,7 @@ from .world.groups import (
     world_cache,
 )
 from .world.recording import Recorded, recording
+from .world.shape_cache import add_dtensors
 from .world.world import members_by_position, world
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "Running",
     "StartedReshard",
     "WaitTimer",
+    "add_dtensors",
     "all_gather",
     "announce",
     "as_process_mesh",

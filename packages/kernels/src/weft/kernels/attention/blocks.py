@@ -56,7 +56,7 @@ def forward(
     """query [B, T, heads * D], key and value [B, S, kv_heads * D] -> output [B, T, heads * D], logsumexp [B, heads, T].
 
     sinks: [heads], a further logit of every row, without a value; the logsumexp includes the sink.
-    softcap: above 0, or None.
+    softcap: above 0; None: scores stay. sinks, drop: None: without sinks, without dropout.
     """
     kv_heads = key.shape[-1] // head_dim
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -90,7 +90,10 @@ def backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and sinks, from `forward`'s operands and results. grad: of the output."""
+    """The gradients of query, key, value and sinks, from `forward`'s operands and results. grad: of the output.
+
+    Further arguments: as for `forward`. The gradient of the sinks is None without sinks.
+    """
     kv_heads, wide = key.shape[-1] // head_dim, lse.dtype
     totals = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (query, key, value)]
     g, q, k, v, out = (_grouped(x, kv_heads, head_dim) for x in (grad, query, key, value, output))

@@ -35,7 +35,7 @@ def is_fused(query: Tensor, *, plain_scores: bool) -> bool:
     return plain_scores and on_cpu(query) and not use_triton(query)
 
 
-def is_stub(query: Tensor, operands: Operands, options: AttentionOptions) -> bool:
+def _is_stub(query: Tensor, operands: Operands, options: AttentionOptions) -> bool:
     """Whether the call allocates results without computing. True on meta tensors, with a single exception.
 
     Inside `meta_as_cpu`, a call without documents, order, dropout and softcap runs torch's fused attention, and so
@@ -54,16 +54,16 @@ def compute(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Tens
     ranges are None if the call did not need them: torch's fused attention computes without.
     """
     query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
+    if query.numel() == 0 or key.numel() == 0 or _is_stub(query, operands, options):
         shape = (math.prod(query.shape[:-2]), query.shape[-1] // options.head_dim, query.shape[-2])
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         return output, torch.full(shape, -torch.inf, dtype=wide, device=query.device), None
-    q = ascending(flat(query), options.runs)
-    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
+    q = _ascending(flat(query), options.runs)
+    k, v = _ascending(flat(key), options.order), _ascending(flat(value), options.order)
     visible, scores = VisibleInCall(operands, options), options.scores
     output, lse = attend(q, k, v, visible, sinks, drop_for(operands, options), scores)
-    return _like(as_stored(output, options.runs), query), lse, visible.known_ranges
+    return _like(_as_stored(output, options.runs), query), lse, visible.known_ranges
 
 
 def compute_backward(
@@ -71,17 +71,17 @@ def compute_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks. ranges: from `compute`; None: computed here, if needed."""
     query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
+    if query.numel() == 0 or key.numel() == 0 or _is_stub(query, operands, options):
         dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
         return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
-    g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)
-    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    out, visible = ascending(flat(output), options.runs), VisibleInCall(operands, options, ranges)
+    g, q = _ascending(flat(grad), options.runs), _ascending(flat(query), options.runs)
+    k, v = _ascending(flat(key), options.order), _ascending(flat(value), options.order)
+    out, visible = _ascending(flat(output), options.runs), VisibleInCall(operands, options, ranges)
     dq, dk, dv, dsinks = attend_backward(
         g, q, k, v, out, lse, visible, sinks, drop_for(operands, options), options.scores
     )
-    dkey, dvalue = _like(as_stored(dk, options.order), key), _like(as_stored(dv, options.order), value)
-    return _like(as_stored(dq, options.runs), query), dkey, dvalue, dsinks
+    dkey, dvalue = _like(_as_stored(dk, options.order), key), _like(_as_stored(dv, options.order), value)
+    return _like(_as_stored(dq, options.runs), query), dkey, dvalue, dsinks
 
 
 def attend(
@@ -152,13 +152,13 @@ def _like(x: Tensor, original: Tensor) -> Tensor:
     return x if original.ndim == 3 else x.view(original.shape)
 
 
-def ascending(x: Tensor, runs: Runs | None) -> Tensor:
+def _ascending(x: Tensor, runs: Runs | None) -> Tensor:
     """Reorder x [B, T, W] from memory order `runs` to the sequence's order. None: x already has this order."""
     return x if runs is None or _ascend(runs) else as_read(x, runs, 1)
 
 
-def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
-    """Reorder x [B, T, W] from the sequence's order to memory order `runs`: the reverse of `ascending`."""
+def _as_stored(x: Tensor, runs: Runs | None) -> Tensor:
+    """Reorder x [B, T, W] from the sequence's order to memory order `runs`: the reverse of `_ascending`."""
     return x if runs is None or _ascend(runs) else as_laid(x, runs, 1)
 
 

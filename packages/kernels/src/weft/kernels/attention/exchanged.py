@@ -65,7 +65,7 @@ class ReceivedKeys(Protocol):
         """
 
 
-class ExchangeOptions(NamedTuple):
+class _ExchangeOptions(NamedTuple):
     """The options of one call, and this rank's part of the global weights [B, heads, T, T]."""
 
     scores: Scores
@@ -107,10 +107,10 @@ def forward(
     """query [B, t, heads * D], key and value [B, t, kv_heads * D] of this rank's tokens -> the output like query.
 
     sinks: [heads], as for `compute.attend`. Only the part of the own keys has sinks, so each row counts its sink once.
-    head_dim, scale, softcap: `Scores`. given: further fields of `ExchangeOptions`.
+    head_dim, scale, softcap: `Scores`. given: further fields of `_ExchangeOptions`.
     Saves the operands, the received keys and values, the output and a logsumexp a row and head.
     """
-    options = ExchangeOptions(Scores(head_dim, scale, softcap), **given)
+    options = _ExchangeOptions(Scores(head_dim, scale, softcap), **given)
     places, queries = received.places, received.queries
     q, k, v = (x.reshape(1, -1, x.shape[-1]) for x in (query, key, value))
     drop = options.drop(dropout_key, places, places.queries, slice(None))
@@ -142,7 +142,7 @@ def backward(
     """The gradients of query, key, value and sinks; None for the dropout key. grad: of the output."""
     operands: Any = saved
     query, key, value, dropout_key, sinks, further_key, further_value, output, lse = operands
-    options = ExchangeOptions(Scores(head_dim, scale, softcap), **given)
+    options = _ExchangeOptions(Scores(head_dim, scale, softcap), **given)
     places, queries, scores = received.places, received.queries, options.scores
     g, q, k, v, out = (x.reshape(1, -1, x.shape[-1]) for x in (grad, query, key, value, output))
     sees = bool(further_key.numel() and q.numel())

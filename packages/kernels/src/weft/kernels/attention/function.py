@@ -33,7 +33,7 @@ def forward(
     for each key.
     """
     options, operands = AttentionOptions(**given), (query, key, value, documents, dropout_key, sinks)
-    if is_traced(query):
+    if _is_traced(query):
         output, lse = custom_ops.forward(operands, options)
         ranges = None
     else:
@@ -50,7 +50,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any)
     operands: Any = saved[:6]
     output, lse, keys, queries = saved[6:]
     assert output is not None and lse is not None, "forward saves them"
-    if is_traced(grad):
+    if _is_traced(grad):
         gradients = custom_ops.backward(grad, operands, output, lse, options)
     else:
         ranges = None if keys is None or queries is None else Ranges(keys, queries)
@@ -60,7 +60,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any)
     return tuple([each if need else None for each, need in zip(every, needed, strict=False)])
 
 
-def is_traced(tensor: Tensor) -> bool:
+def _is_traced(tensor: Tensor) -> bool:
     """Whether attention on this tensor runs as a custom torch op: under torch.compile, and on a fake tensor."""
     return is_compiling() or not has_data(tensor)
 

@@ -69,14 +69,14 @@ class VisibleInCall:
     @property
     def ranges(self) -> Ranges:
         if self.known_ranges is None:
-            self.known_ranges = ranges_for(self._operands, self._options)
+            self.known_ranges = _ranges_for(self._operands, self._options)
         return self.known_ranges
 
     def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
         return fused_calls_for(self._operands, self._options)
 
 
-def ranges_for(operands: Operands, options: AttentionOptions) -> Ranges:
+def _ranges_for(operands: Operands, options: AttentionOptions) -> Ranges:
     """The ranges of a call, for queries in the sequence's order. Cached for calls without documents."""
     query, key, _, documents, *_ = operands
     T, S, causal, window, device = query.shape[-2], key.shape[-2], options.causal, options.window, query.device

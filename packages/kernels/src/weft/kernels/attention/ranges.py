@@ -46,7 +46,8 @@ def ranges_of(
 ) -> Ranges | None:
     """The ranges of T queries and S keys.
 
-    first: the index of the key at query 0's token. bounds: of the keys' documents, from `document_bounds`.
+    first: the index of the key at query 0's token. window: None: all earlier keys. bounds: of the keys' documents, from
+    `document_bounds`; None: a row is one document.
     Returns None for a plain call: if causal and T == S, a query sees the keys up to its own; otherwise every query
     sees every key.
     """

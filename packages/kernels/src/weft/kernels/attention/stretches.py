@@ -1,8 +1,9 @@
 """Attention on a CPU: torch's fused attention, stretch of queries after stretch.
 
-A stretch is a run of neighbouring queries of a kind: all queries see the same keys, or each query sees a key more than
-the query before (causal), or each query's keys are a window which moves on by a key. A packed row has a stretch for
-each document, and the work grows with the sum of the squares of the documents' lengths. Nothing of T x S is in memory.
+A stretch is a run of neighbouring queries of one of three kinds: all queries see the same keys, or each query sees a
+key more than the query before (causal), or each query's keys are a window which moves on by a key. A packed row has a
+stretch for each document, and the work grows with the sum of the squares of the documents' lengths. Nothing of T x S is
+in memory.
 
 torch's fused attention also returns each row's logsumexp. The backward takes a logsumexp, and computes the attention
 weights as exp(score - logsumexp). A row's keys can therefore be split over several calls: the outputs are merged by
@@ -31,8 +32,8 @@ LEAST_BLOCK, MOST_BLOCK = 64, 192
 SMALL = 2**13  # scores of a row and head for which a call with a mask takes no longer than two calls without
 
 
-class Stretch(NamedTuple):
-    """Neighbouring queries of a kind."""
+class _Stretch(NamedTuple):
+    """Neighbouring queries whose keys move alike from query to query."""
 
     first: int  # the first query
     stop: int  # the query after the last
@@ -49,7 +50,7 @@ class FusedCall(NamedTuple):
     keys: slice
     causal: bool = False  # whether query i of the call sees only the keys 0 to i of the call
     mask: Tensor | None = None  # added to the scores: -inf where a query does not see a key of the call
-    merges: bool = False  # whether the call before has the same queries and earlier keys: the outputs are merged
+    merges: bool = False  # whether to merge with the output of the call before, for the same queries and earlier keys
 
 
 CallsByRows = list[tuple[slice, list[FusedCall]]]  # for each slice of the batch's rows: the calls for these rows
@@ -77,7 +78,7 @@ def forward(
     else:
         output, lse = _attend_in_calls(q, k, v, calls, scale)
     if sinks is not None:
-        output, lse = with_sinks(output, lse, sinks)
+        output, lse = _with_sinks(output, lse, sinks)
     return output.transpose(1, 2).reshape(query.shape), lse
 
 
@@ -149,7 +150,8 @@ def _attend_backward(
 def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
     """Change the results of queries over some keys, in place, into the results over these and more keys.
 
-    output, further: [B, heads, T, D]. lse, further_lse: the logsumexps [B, heads, T].
+    output, further: [B, heads, T, D]. lse, further_lse: the logsumexps [B, heads, T]. Called for the calls of a row,
+    and by attention with keys of further ranks (exchanged.py).
     """
     total = torch.logaddexp(lse, further_lse)
     shares = ((each - total).exp_().unsqueeze(-1) for each in (lse, further_lse))
@@ -157,7 +159,7 @@ def merge_into(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor
     lse.copy_(total)
 
 
-def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add sinks [heads] to the denominators of the softmax of each head's rows."""
     total = add_sinks(lse, sinks)
     return (output * (lse - total).exp_().unsqueeze(-1)).to(output.dtype), total
@@ -182,8 +184,9 @@ def sinks_gradient(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> 
 def fused_calls_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dtype) -> FusedCalls:
     """The calls of torch's fused attention for a batch. If all rows see alike, each call computes all rows.
 
-    seen: int32 [B or 1, T, 2], the first key each query sees, and the key after the last. None: if causal and
-    T == S, a query sees the keys up to its own; otherwise every query sees every key.
+    seen: int32 [B or 1, T, 2], the first key each query sees, and the key after the last. None, as `ranges_of`, in two
+    cases: causal with T == S, where a query sees the keys up to its own; and otherwise, where every query sees all
+    keys. A causal call whose first query does not see all of S > T keys has no None.
     dtype: of the masks.
     """
     everything = slice(0, T), slice(0, S)
@@ -196,7 +199,10 @@ def fused_calls_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: tor
 
 
 def has_masks(calls: FusedCalls) -> bool:
-    """Whether a call has a mask. The call multiplies hidden values by 0, and 0 * NaN is NaN."""
+    """Whether a call has a mask. The call multiplies hidden values by 0, and 0 * NaN is NaN.
+
+    If so, the caller checks the results, and computes anew by `blocks` where a result is not finite.
+    """
     every = [calls] if isinstance(calls, FusedCall) else [call for _, of_rows in calls for call in of_rows]
     return any(call.mask is not None for call in every)
 
@@ -221,7 +227,7 @@ def fused_calls_of_row(keys: Tensor, dtype: torch.dtype) -> Iterator[FusedCall]:
     keys: [T, 2], the first key each query sees, and the key after the last. Queries without keys are in no call.
     dtype: of the masks.
     """
-    for group in _groups_for_masks(stretches_of(keys)):
+    for group in _groups_for_masks(_stretches_of(keys)):
         first, stop, kind, start, end, _ = group[0]
         if len(group) > 1:
             stop, end = group[-1].stop, group[-1].last_end
@@ -237,17 +243,18 @@ def fused_calls_of_row(keys: Tensor, dtype: torch.dtype) -> Iterator[FusedCall]:
             yield from _band(first, stop, start, end, dtype)
 
 
-def stretches_of(keys: Tensor) -> list[Stretch]:
+def _stretches_of(keys: Tensor) -> list[_Stretch]:
     """The stretches of a row. keys: [T, 2], the first key each query sees, and the key after the last."""
     steps = keys.diff(dim=0).clamp_(-1, 2)
     kinds, counts = torch.unique_consecutive(3 * steps[:, 0] + steps[:, 1], return_counts=True)
     runs = [*zip(kinds.tolist(), counts.tolist(), strict=True), (None, 0)]
     found: list[tuple[int, int, int]] = []  # first, stop and kind of each stretch
-    first = query = 0  # the first query without a stretch, and the query before the run's first step
+    first = query = 0  # the first query not yet in a stretch, and the query from which the run's first step leads
     for (kind, count), (following, _) in pairwise(runs):
         query += count
         if kind in (SAME_KEYS, ONE_MORE_KEY, NEXT_WINDOW):
-            # The query between two runs could be in both: a document of one token looks like the last of a window.
+            # The query between two runs fits both. The causal run gets the query: a document of a single token looks
+            # like the last query of a window.
             stop = query if following == ONE_MORE_KEY else query + 1
             if first < stop:
                 found.append((first, stop, kind))
@@ -260,14 +267,14 @@ def stretches_of(keys: Tensor) -> list[Stretch]:
     bounds = keys[[first for first, _, _ in found]].tolist()
     last_ends = keys[[stop - 1 for _, stop, _ in found], 1].tolist()
     return [
-        Stretch(first, stop, kind, start, end, last_end)
+        _Stretch(first, stop, kind, start, end, last_end)
         for (first, stop, kind), (start, end), last_end in zip(found, bounds, last_ends, strict=True)
     ]
 
 
-def _groups_for_masks(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
+def _groups_for_masks(stretches: list[_Stretch]) -> Iterator[list[_Stretch]]:
     """The stretches in groups: short neighbours which a single call with a mask computes, or a long stretch."""
-    group: list[Stretch] = []
+    group: list[_Stretch] = []
     for each in stretches:
         if group:
             queries, keys = each.stop - group[0].first, each.last_end - group[0].start

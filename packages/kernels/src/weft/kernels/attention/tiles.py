@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
+from ..cross_entropy.row import tanh
 from ..random.kernel import blocks, halves
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALL = tl.constexpr(0.2)  # below SMALL, tanh is a Taylor series: the difference in (1 - e) / (1 + e) would lose digits
 
 
 @triton.jit
@@ -86,11 +86,8 @@ def capped(product, scale, softcap):
         return product * (scale * LOG2E), 1.0
     else:
         u = product * (scale / softcap)
-        e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
-        v = u * u
-        series = u * (1.0 - v * (1.0 / 3.0 - v * (2.0 / 15.0 - v * (17.0 / 315.0 - v * (62.0 / 2835.0)))))
-        tanh = tl.where(tl.abs(u) < SMALL, series, tl.where(u < 0.0, e - 1.0, 1.0 - e) / (1.0 + e))
-        return tanh * (softcap * LOG2E), 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh**2, without its cancellation
+        bounded, slope = tanh(u, tl.exp2(tl.abs(u) * (-2.0 * LOG2E)))
+        return bounded * (softcap * LOG2E), slope
 
 
 @triton.jit

@@ -83,7 +83,8 @@ def outputs_of(
 ) -> tuple[Tensor, ...]:
     """The requested outputs, from each token's loss, lse and correctness.
 
-    lse: required if options.gives_lse, otherwise ignored. denominator: for "mean", divides the sums.
+    lse: required if options.gives_lse, otherwise ignored; is_correct likewise, for the accuracy. denominator: divides
+    the sums for "mean", and is None otherwise.
     """
 
     def reduced(each: Tensor) -> Tensor:
@@ -165,6 +166,7 @@ def mean_denominator(
     In the loss, the weight of a token is the class weight of its target, or 1 without class weights. In the z-loss and
     the accuracy, every token has the weight 1. If both kinds of weights are used (`Options.has_two_weights`),
     returns two numbers [2]: the sum of the class weights, and the number of tokens not ignored; otherwise a scalar.
+    weight: of the classes, None: 1 each. all_reduce: sums over ranks; None: this rank has all tokens.
     none_ignored: whether the host knows that no token is ignored; see `LossShard`.
     """
     if weight is None and none_ignored:

@@ -1,8 +1,8 @@
 """Guesses the upstream gradient of a scalar loss: then forward can compute the gradient while it reads the logits.
 
 The first guess is 1. Afterwards the guess is the upstream gradient of the last two backwards, if they were equal;
-otherwise there is no guess. The guess stays on the device, and no host waits for it. It decides which kernel computes
-the gradient, and does not change a bit of the result.
+otherwise there is no guess. The guess stays on the device, and no host waits for the guess. The guess decides which
+kernel computes the gradient, and does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _HISTORY: dict[torch.device, Tensor] = {}
 
 
 class FirstBackward:
-    """Whether the first backward of a loss is over. It returns the gradient computed in forward.
+    """Whether the first backward of a loss is over. The first backward returns the gradient computed in forward.
 
-    Any further backward, with retain_graph, computes the gradient again: the caller may have overwritten the first one.
+    Any further backward, with retain_graph, computes the gradient again: the caller may have overwritten the first.
     """
 
     __slots__ = ("is_over",)
@@ -43,7 +43,7 @@ def guess(device: torch.device) -> Tensor:
 def was_right(guessed: Tensor, grad: Tensor | None) -> bool:
     """On a CPU: whether the upstream gradient equals the guess. Also updates the history.
 
-    The upstream gradient becomes the next guess if it equals the one before.
+    The upstream gradient becomes the next guess if the previous upstream gradient was equal.
     """
     assert grad is not None, "the loss is the only output"
     stored, number = history(guessed.device), grad.item()

@@ -9,10 +9,19 @@ from typing import Any, Literal, Required, TypedDict
 import torch
 from torch import Tensor
 
+from ..dispatch.arguments import MOST, described, is_flag, is_int, is_number
 from ..dispatch.backend import can_read
 
 REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLAGS = ("inplace_backward", "return_lse", "return_z_loss", "return_token_accuracy")
+# Options which are numbers: the least, the most, and the words for both.
+RANGES = (
+    ("label_smoothing", 0, 1, "a share of the target, 0 to 1"),
+    ("z_loss", 0, MOST, "a finite factor, 0 or more"),
+    ("softcap", math.ulp(0), MOST, "a finite bound above 0, or None for no bound"),
+    ("logit_scale", -MOST, MOST, "a finite factor"),
+)
 TARGET_DTYPES = (torch.int32, torch.int64, torch.uint8)
 
 Reduction = Literal["none", "mean", "sum"]
@@ -81,18 +90,23 @@ class Options:
     return_token_accuracy: bool = False
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(map(repr, REDUCTIONS))}")
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
-            raise ValueError(f"ignore_index is {self.ignore_index!r}; give an int, negative to ignore no class")
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing!r}; give a share of the target, 0 to 1")
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss is {self.z_loss!r}; give a finite factor, 0 or more")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"softcap is {self.softcap!r}; give a finite bound above 0, or None for no bound")
-        if not -math.inf < self.logit_scale < math.inf:  # a symbol in a graph with dynamic sizes
-            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a finite factor")
+        for name in FLAGS:
+            flag = getattr(self, name)
+            if flag is not False and not is_flag(flag):
+                raise ValueError(f"{name} is {described(flag)}; give True or False")
+        if type(self.reduction) is not str or self.reduction not in REDUCTIONS:
+            listed = ", ".join(map(repr, REDUCTIONS))
+            raise ValueError(f"reduction is {described(self.reduction)}; choose one of {listed}")
+        if type(self.ignore_index) is not int and not is_int(self.ignore_index):
+            raise ValueError(
+                f"ignore_index is {described(self.ignore_index)}; give an int, negative to ignore no class"
+            )
+        for name, least, most, wanted in RANGES:
+            number = getattr(self, name)  # a symbol in a graph with dynamic sizes
+            if number is None and name == "softcap":
+                continue
+            if not ((type(number) is float or is_number(number)) and least <= number <= most):
+                raise ValueError(f"{name} is {described(number)}; give {wanted}")
 
     def gradient_in_forward(self, dtype: torch.dtype) -> bool:
         """Whether forward can compute the gradient of logits of that dtype, before the upstream gradient arrives.
@@ -187,8 +201,22 @@ def check(
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}; move one to the other")
     if denominator is not None and options.reduction != "mean":
         raise ValueError(f"a denominator with reduction={options.reduction!r}; only 'mean' divides; leave it None")
-    _check_shard(logits.shape[-1], vocab_start, vocab_size)
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start is {vocab_start}; give the id of this shard's first class, 0 or more")
+    if (vocab_stop := vocab_start + logits.shape[-1]) > vocab_size:
+        raise ValueError(
+            f"logits hold classes {vocab_start} to {vocab_stop} of a vocabulary of {vocab_size}; "
+            "give this shard's logits alone, not gathered ones, and the size of the whole vocabulary"
+        )
     return can_read(target) and _check_values(target, options.ignore_index, vocab_size)
+
+
+def check_vocabulary(vocab_start: int, vocab_size: int) -> None:
+    """Raise ValueError for a first class and a size of the vocabulary which are no ints."""
+    if not is_int(vocab_start):
+        raise ValueError(f"vocab_start is {described(vocab_start)}; give the id of this shard's first class, 0 or more")
+    if not is_int(vocab_size):
+        raise ValueError(f"vocab_size is {described(vocab_size)}; give the number of classes of the whole vocabulary")
 
 
 def check_target(logits: tuple[int, ...], target: Tensor) -> None:
@@ -214,16 +242,6 @@ def check_contiguous(logits: Tensor, options: Options) -> None:
         raise ValueError(
             f"inplace_backward with logits of shape {tuple(logits.shape)} and strides {logits.stride()}: their memory "
             f"is shared or has gaps; give contiguous logits, or leave inplace_backward off"
-        )
-
-
-def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:
-    if vocab_start < 0:
-        raise ValueError(f"vocab_start is {vocab_start}; give the id of this shard's first class, 0 or more")
-    if vocab_start + V > vocab_size:
-        raise ValueError(
-            f"logits hold classes {vocab_start} to {vocab_start + V} of a vocabulary of {vocab_size}; "
-            "give this shard's logits alone, not gathered ones, and the size of the whole vocabulary"
         )
 
 

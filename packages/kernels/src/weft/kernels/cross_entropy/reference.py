@@ -60,7 +60,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Los
 
 
 @dataclass(frozen=True, slots=True)
-class Exponentials:
+class _Exponentials:
     """The exponentials of some rows' logits, and the rows' statistics. Made by `_exponentials`."""
 
     values: Tensor  # [n, V] in the dtype `_wide`: exp(logit - base), 0 at the target
@@ -74,7 +74,7 @@ class Exponentials:
 
 def _exponentials(
     x: Tensor, classes: Tensor, weight: Tensor | None, shard: LossShard, workspace: Tensor
-) -> Exponentials:
+) -> _Exponentials:
     """The exponentials of logits x [n, V], computed in the memory of `workspace` [n, V]."""
     V, narrow = x.shape[-1], _narrow(x.dtype)
     local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
@@ -104,7 +104,7 @@ def _exponentials(
         log_total = total.log()
         lse_hi = (base + log_total).to(narrow)
         lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0).to(narrow)
-    return Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1))
+    return _Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1))
 
 
 def _split(numbers: Tensor, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def statistics_and_gradient(
 
 
 def _write(
-    exponentials: Exponentials,
+    exponentials: _Exponentials,
     x: Tensor,
     classes: Tensor,
     weight: Tensor | None,

@@ -65,8 +65,7 @@ def exp2(k):
     return ((k + 127) << 23).to(tl.float32, bitcast=True)
 
 
-# The lowest finite float32, the initial running maximum. With -inf, -inf - -inf would be NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first running maximum: with -inf, -inf - -inf would be NaN
 UNDERFLOW = tl.constexpr(-110.0)  # exp(UNDERFLOW) is 0 in float32
 # The greatest distance of base from max for which sums of exp(logit - base) neither overflow nor lose digits.
 NEAR = tl.constexpr(60.0)
@@ -133,12 +132,11 @@ def aligned(ptr, offset, first, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _tanh(u):
-    """tanh(u) and its derivative, each with a relative error of about 2**-22.
+def tanh(u, e):
+    """tanh(u) and its derivative, each with a relative error of about 2**-22. e: exp(-2 * abs(u)).
 
     The derivative is not computed as 1 - tanh(u)**2, whose digits would cancel.
     """
-    e = tl.exp(-2.0 * tl.abs(u))
     v = u * u
     series = u * (1.0 - v * (1.0 / 3.0 - v * (2.0 / 15.0 - v * (17.0 / 315.0 - v * (62.0 / 2835.0)))))
     far = tl.where(u < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
@@ -149,8 +147,9 @@ def _tanh(u):
 def _scaled(x, scale, cap):
     """The logit after scale and cap."""
     if cap is not None:
-        tanh, _ = _tanh(x * (scale / cap))
-        return cap * tanh
+        u = x * (scale / cap)
+        bounded, _ = tanh(u, tl.exp(-2.0 * tl.abs(u)))
+        return cap * bounded
     return x * scale
 
 
@@ -395,6 +394,7 @@ def write(
             dx -= smoothing * weight
     dx = tl.where(cols == target_col, target_grad, dx) * scale
     if cap is not None:
-        _, slope = _tanh(x * (scale / cap))
+        u = x * (scale / cap)
+        _, slope = tanh(u, tl.exp(-2.0 * tl.abs(u)))
         dx *= slope
     tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=in_row)

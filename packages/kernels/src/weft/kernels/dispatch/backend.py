@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn import Parameter
 from weft.reshard.extension import is_compiling as is_compiling
+
+from .arguments import PLAIN
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of an op's floating-point operands
 TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids that `embedding` looks up
@@ -23,7 +24,6 @@ TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids that `embed
 INTERPRETED_PROGRAMS = 3
 # Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_PLAIN = frozenset((Tensor, Parameter))  # types without a subclass's own behaviour
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
 is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
 _meta_is_cpu = False  # inside `meta_as_cpu`
@@ -86,13 +86,15 @@ def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
     for meta tensors, but not under autocast, which torch's functions apply to CPU tensors alone.
     Asked first in an op, because a small op spends most of the time on the host.
     """
+    if type(first) not in PLAIN:  # first of all: what is no tensor has no dtype
+        return False
     dtype = first.dtype
-    if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN:
+    if dtype is not _FLOAT32 and dtype is not _FLOAT64:
         return False
     if not first.is_cpu:
         return _meta_is_cpu and _runs_natively_on_meta(first, *operands)
     for each in operands:
-        if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
+        if each is not None and not (type(each) in PLAIN and each.is_cpu and each.dtype is dtype):
             return False
     return not INTERPRETED and not is_compiling() and not is_jit_tracing()
 
@@ -100,7 +102,7 @@ def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
 def _runs_natively_on_meta(*operands: Tensor | None) -> bool:
     """`runs_natively` for meta tensors inside `meta_as_cpu`."""
     given = [each for each in operands if each is not None]
-    alike = all(type(each) in _PLAIN and each.is_meta and each.dtype is given[0].dtype for each in given)
+    alike = all(type(each) in PLAIN and each.is_meta and each.dtype is given[0].dtype for each in given)
     return alike and not (INTERPRETED or is_compiling() or torch.is_autocast_enabled("cpu"))
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from .op import OPS, Op
 
-Part = Literal["forward", "backward", "inference", "epilogue_backward", "recompute"]
-PARTS: tuple[Part, ...] = ("forward", "backward", "inference", "epilogue_backward", "recompute")
+OpPart = Literal["forward", "backward", "inference", "epilogue_backward", "recompute"]
+OP_PARTS: tuple[OpPart, ...] = ("forward", "backward", "inference", "epilogue_backward", "recompute")
 # A listener is called as listener(op, part, function, *arguments, **options). `function` is the field `part` of the op,
 # and takes the arguments and options. The listener must call the function and return the result.
 Listener = Callable[..., Any]
@@ -23,7 +23,7 @@ def observing(listener: Listener) -> Iterator[None]:
     Tensors are local: an op on DTensors unwraps before the call. Calls nest where an op's function calls another op.
     Contexts must not be nested, nor run in several threads. Ops which are declared inside are not observed.
     """
-    functions: dict[Op, dict[Part, Any]] = {op: {part: getattr(op, part) for part in PARTS} for op in OPS.values()}
+    functions: dict[Op, dict[OpPart, Any]] = {op: {part: getattr(op, part) for part in OP_PARTS} for op in OPS.values()}
     try:
         for op, parts in functions.items():
             for part, function in parts.items():

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import backend
 from .op import Op, Tensors
 
-ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `RecomputableOutput` whose elements the storage has
+ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `_RecomputableOutput` whose elements the storage has
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Recipe:
         self.output, self.reads_left = None, 0
 
 
-class RecomputableOutput(NamedTuple):
+class _RecomputableOutput(NamedTuple):
     """A recomputable op output: the recipe, the tensors to recompute from, and state to check that these are unchanged.
 
     Attached to the output's storage by `mark_recomputable`. Invalid once the output or a saved tensor is written in
@@ -82,7 +82,7 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     if not backend.is_short_of_memory(output):
         return
     saved = saved[op.recompute_from :]
-    marked = RecomputableOutput(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
+    marked = _RecomputableOutput(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
     setattr(output.untyped_storage(), ATTRIBUTE, marked)
 
 
@@ -128,13 +128,13 @@ def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
     return tuple(saved)
 
 
-def _recomputable(tensor: Tensor) -> RecomputableOutput | None:
-    """The `RecomputableOutput` with which `tensor` is marked; None if the tensor must be saved itself.
+def _recomputable(tensor: Tensor) -> _RecomputableOutput | None:
+    """The `_RecomputableOutput` with which `tensor` is marked; None if the tensor must be saved itself.
 
     None for a view of a marked output; where the output or a saved tensor was written in place after marking; and
     where the memory of a saved tensor was freed.
     """
-    output: RecomputableOutput | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
+    output: _RecomputableOutput | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
     if output is None or output.geometry != _geometry(tensor) or output.versions != _versions(tensor, output.saved):
         return None
     return output if all(map(_has_memory, output.saved)) else None

@@ -11,29 +11,39 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .arguments import described
+from .arguments import described, is_int
 from .backend import is_compiling
 
 Runs = tuple[tuple[int, int], ...]  # in memory order
 
 
-def checked_order(name: str, order: Sequence[Sequence[int]], length: int) -> Runs:
-    """Return `order` as tuples. name: of the op.
+def checked_order(name: str, order: Sequence[Sequence[int]], length: int, option: str = "order") -> Runs:
+    """Return `order` as tuples. name, option: of the op, and of the argument.
 
     Raises ValueError unless the runs cover 0 to `length`, with each token in one run.
     """
     try:
         runs = tuple([(start, stop) for start, stop in order])
     except (TypeError, ValueError) as error:  # no pairs
-        raise _order_error(name, order, length) from error
+        raise _order_error(name, option, order, length) from error
+    for start, stop in runs:
+        if not (is_int(start) and is_int(stop)):  # 1.0 and True are equal to an int, but no positions
+            raise _order_error(name, option, order, length)
     if not is_compiling() and not _covers(runs, length):  # Dynamo warns about lru_cache
-        raise _order_error(name, order, length)
+        raise _order_error(name, option, order, length)
     return runs
 
 
-def _order_error(name: str, order: object, length: int) -> ValueError:
+def checked_orders(name: str, orders: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Runs, ...]:
+    """Return the orders of several rows as tuples. Raises ValueError as `checked_order`."""
+    if not isinstance(orders, Sequence):
+        raise ValueError(f"{name}: orders is {described(orders)}; give an order for each row of this rank")
+    return tuple([checked_order(name, each, length, "a row of orders") for each in orders])
+
+
+def _order_error(name: str, option: str, order: object, length: int) -> ValueError:
     return ValueError(
-        f"{name}: order is {described(order)}, but the tokens are 0 to {length}; give runs [start, stop) with each "
+        f"{name}: {option} is {described(order)}, but the tokens are 0 to {length}; give runs [start, stop) with each "
         f"token once"
     )
 
@@ -61,7 +71,7 @@ def runs_within(order: Runs, start: int, stop: int) -> Runs:
 def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
     """Reorder x from memory order `order` to sequence order, along `dim`.
 
-    order: of all tokens of the sequence, or of a rank's: x has the tokens of these runs, and no further tokens.
+    order: the runs of the tokens in x: all tokens of the sequence, or those of a rank; () for a rank without tokens.
     """
     if not order:
         return x

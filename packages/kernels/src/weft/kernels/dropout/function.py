@@ -1,7 +1,7 @@
 """Dropout of local tensors. Forward and backward are the same function: dropout is linear, and its own transpose.
 
 `forward` and `backward` run on every device. On a GPU and in Triton's interpreter, a Triton kernel (`launch.masked`)
-draws and applies the mask in one pass. Plain torch (`plain_mask`, then `plain_masked`) computes on a CPU and in
+draws and applies the mask in one pass. Plain torch (`plain_mask`, then `_plain_masked`) computes on a CPU and in
 float64, and defines the result.
 """
 
@@ -78,7 +78,7 @@ def forward(
         communication.
     """
     if orders is not None:
-        parts, rows = parts_of_rows(x.shape, box, orders), (1, -1, x.shape[-1])
+        parts, rows = _parts_of_rows(x.shape, box, orders), (1, -1, x.shape[-1])
         residual = None if residual is None else residual.reshape(rows)
         options: Any = {"p": p, "number": number, "name": name, "parts": parts, "order": (), "saved_mask": saved_mask}
         output, saved = forward(x.reshape(rows), key, residual, **options)
@@ -91,7 +91,7 @@ def forward(
     number = number if name is None else derive_key(number, name)
     masks = [plain_mask(each, number, threshold, x.device) for each in parts]
     saved_mask.append(masks[0] if len(masks) == 1 else torch.cat(masks, -2))
-    return plain_masked(x, saved_mask[0], residual, scale=scale), ()
+    return _plain_masked(x, saved_mask[0], residual, scale=scale), ()
 
 
 def backward(
@@ -114,11 +114,11 @@ def backward(
     of_x: Tensor | None = None
     if orders is not None:
         rows: Any = grad.reshape(1, -1, grad.shape[-1]), (needed[0],)
-        parts = parts_of_rows(grad.shape, box, orders)
+        parts = _parts_of_rows(grad.shape, box, orders)
         (of_x,) = backward(saved, *rows, p=p, number=number, name=name, order=(), parts=parts, saved_mask=saved_mask)
         of_x = None if of_x is None else of_x.view(grad.shape)
     elif needed[0] and saved_mask:
-        of_x = plain_masked(grad, saved_mask.pop(), None, scale=quantized(p)[1])
+        of_x = _plain_masked(grad, saved_mask.pop(), None, scale=quantized(p)[1])
     elif needed[0]:
         of_x = _dropout_of_parts(
             grad, None, saved[0] if saved else None, p, number, name, _parts(grad, part, order, parts)
@@ -143,11 +143,18 @@ def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Pa
     return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
 
 
-def parts_of_rows(
+def _parts_of_rows(
     shape: Sequence[int], box: tuple[tuple[int, ...], tuple[slice, ...]] | None, orders: tuple[Runs, ...]
 ) -> tuple[Part, ...]:
-    """`parts_of` for each row of x in turn, with the row's own order. shape: of x, [B, T, H]. box: as in `forward`."""
+    """`parts_of` for each row of x in turn, with the row's own order. shape: of x, [B, T, H]. box: as in `forward`.
+
+    Raises ValueError for another number of orders than of rows.
+    """
     whole, (rows, tokens, width) = (shape, [slice(0, size) for size in shape]) if box is None else box
+    if len(orders) != rows.stop - rows.start:
+        raise ValueError(
+            f"dropout: orders has {len(orders)} orders for {rows.stop - rows.start} rows; give one for each row"
+        )
     return tuple(
         [
             part
@@ -217,7 +224,7 @@ def _dropout_by_number(x: Tensor, residual: Tensor | None, p: float, key: int, n
         from . import launch  # imports triton, which a CPU run may not have
 
         return launch.masked(x, residual, part, key, threshold=threshold, scale=scale)
-    return plain_masked(x, plain_mask(part, key, threshold, x.device), residual, scale=scale)
+    return _plain_masked(x, plain_mask(part, key, threshold, x.device), residual, scale=scale)
 
 
 def plain_mask(part: Part, key: int, threshold: int, device: torch.device) -> Tensor:
@@ -235,7 +242,7 @@ def plain_mask(part: Part, key: int, threshold: int, device: torch.device) -> Te
     return mask
 
 
-def plain_masked(x: Tensor, mask: Tensor, residual: Tensor | None, *, scale: float) -> Tensor:
+def _plain_masked(x: Tensor, mask: Tensor, residual: Tensor | None, *, scale: float) -> Tensor:
     """scale * x for kept elements and 0 for dropped ones, even infinite or NaN; plus the residual, unless None.
 
     x: any strides. mask: from `plain_mask`. Returns a contiguous tensor of x's shape and dtype; the product is

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.arguments import check_number, is_int
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op, Tensors
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands, infer_gradient_layouts
 
 
 @autocasts("add")
@@ -25,16 +26,25 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
     no Partial is allowed; y's gradient is Partial(sum) on the axes which shard the missing dims. The output has x's
     layout.
     Communication: none.
-    Raises LayoutError for other layouts; ValueError for other shapes and dtypes, and for tensors on two devices.
+    Raises LayoutError for other layouts; ValueError for other shapes and dtypes, for tensors on two devices, and for an
+    alpha which is no finite number.
     """
+    check_operands("add", ("x", "y"), 2, x, y)
+    check_number("add", "alpha", alpha)
+    if alpha != 1 and not is_int(alpha) and not (_holds_fractions(x) or _holds_fractions(y)):
+        raise ValueError(f"add: alpha is {alpha} for tensors of {x.dtype} and {y.dtype}; give an int, or cast x")
     num_missing = x.ndim - y.ndim
     if num_missing < 0 or x.shape[num_missing:] != y.shape:
         raise ValueError(
             f"add takes two tensors of one shape, or y with the last dims of x, got {tuple(x.shape)} and "
             f"{tuple(y.shape)}; exchange or expand them"
         )
-    check_devices("add", x, y)
     return apply(ADD, x, y, num_missing=num_missing, alpha=alpha)
+
+
+def _holds_fractions(x: Tensor) -> bool:
+    """Whether x holds floating-point or complex numbers, and no ints."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -84,12 +94,12 @@ def sigmoid_gate(x: Tensor, score: Tensor) -> Tensor:
     Communication: none.
     Raises LayoutError for other layouts; ValueError for other shapes, and for tensors on two devices.
     """
+    check_operands("sigmoid_gate", ("x", "score"), 2, x, score)
     if (*x.shape[:-1], 1) != tuple(score.shape) or not x.ndim:
         raise ValueError(
             f"sigmoid_gate takes x [..., H] and a score [..., 1] for each row, got {tuple(x.shape)} and "
             f"{tuple(score.shape)}; give a score of shape {(*x.shape[:-1], 1)}"
         )
-    check_devices("sigmoid_gate", x, score)
     check_floats("sigmoid_gate", ("x", "the score"), x, score)
     return apply(SIGMOID_GATE, x, score)
 
@@ -101,7 +111,7 @@ def _gate_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
     return Sharding(output, shapes[0], infer_gradient_layouts(output, layouts))
 
 
-def gate_forward(x: Tensor, score: Tensor) -> tuple[Tensor, Tensors]:
+def _gate_forward(x: Tensor, score: Tensor) -> tuple[Tensor, Tensors]:
     """x * sigmoid(score)."""
     return x * torch.sigmoid(score), (x, score)
 
@@ -116,4 +126,4 @@ def gate_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tenso
     return dx, dscore
 
 
-SIGMOID_GATE = Op("sigmoid_gate", gate_forward, gate_backward, _gate_rule)
+SIGMOID_GATE = Op("sigmoid_gate", _gate_forward, gate_backward, _gate_rule)

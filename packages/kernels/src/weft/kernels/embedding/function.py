@@ -111,7 +111,7 @@ def look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> T
     """Looks up tokens in a table with all rows. Raises as `check_tokens`, called only after torch found a bad token."""
     try:
         return torch.embedding(weight, tokens, -1 if padding_idx is None else padding_idx)
-    except IndexError:
+    except (IndexError, RuntimeError):  # a RuntimeError for a table without rows
         check_tokens(tokens, weight.shape[0])
         raise
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
+from ..dispatch.arguments import check_tensors, described, is_int
 from ..dispatch.backend import TOKEN_DTYPES, check_floats, runs_natively
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from . import function
 
 
@@ -22,6 +23,7 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     weight: the table, [V, H].
     Returns [..., H].
     padding_idx: a row whose gradient is 0, as in torch.nn.functional.embedding; negative numbers count from the end.
+    None: every row has a gradient.
 
     Layouts: those of a one-hot matrix times the table. A table sharded on V gives a Partial(sum) output; a table
     sharded on H shards the output's last dim. Sharded tokens shard the output, and need the table replicated on the
@@ -46,21 +48,23 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
 @autocasts("embedding")
 def _look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """`embedding` by the op `EMBEDDING`. padding_idx: not negative."""
+    check_operands("embedding", ("tokens", "weight"), 2, tokens, weight)
     _check_table(weight)
     if tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"embedding takes int tokens, got {tokens.dtype}; cast them with .to(torch.int64)")
     check_floats("embedding", ("the weight",), weight)
-    check_devices("embedding", tokens, weight)
     return apply(EMBEDDING, tokens, weight, padding_idx=padding_idx)
 
 
 def _row(padding_idx: int, weight: Tensor) -> int:
-    """padding_idx counted from the first row. Raises ValueError for a row outside the table."""
+    """padding_idx counted from the first row. Raises ValueError for what is no row of the table."""
+    check_tensors("embedding", ("weight",), weight)
     _check_table(weight)
     rows = weight.shape[0]
-    if not -rows <= padding_idx < rows:
+    if not (is_int(padding_idx) and -rows <= padding_idx < rows):
         raise ValueError(
-            f"padding_idx is {padding_idx}, outside the table of {rows} rows; give one of {-rows} to {rows - 1}"
+            f"embedding: padding_idx is {described(padding_idx)}, outside the table of {rows} rows; give one of "
+            f"{-rows} to {rows - 1}"
         )
     return padding_idx % rows
 

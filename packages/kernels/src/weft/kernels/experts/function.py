@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.arguments import described, is_int
 from ..dispatch.backend import TOKEN_DTYPES, can_read, check_floats, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
@@ -115,7 +116,7 @@ def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
 
 
 def check(
-    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, rows: int | None
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, first: int, rows: int | None
 ) -> None:
     """Raises ValueError for mismatched arguments of `experts`."""
     given = x, experts, weights, gate, up, down
@@ -147,5 +148,9 @@ def check(
         )
     check_floats(OP, ("weights",), weights)
     check_wide(OP, x, gate, up, down)
-    if rows is not None and rows < 0:
-        raise ValueError(f"{OP}: rows is {rows}; give the number of sorted rows to allocate, 0 or more, or None")
+    if not (is_int(first) and first >= 0):
+        raise ValueError(f"{OP}: first is {described(first)}; give the number of the first of these experts, 0 or more")
+    if rows is not None and not (is_int(rows) and rows >= 0):
+        raise ValueError(
+            f"{OP}: rows is {described(rows)}; give the number of sorted rows to allocate, 0 or more, or None"
+        )

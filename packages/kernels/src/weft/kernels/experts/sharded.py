@@ -9,7 +9,7 @@ from torch import Tensor
 from weft.mesh import Layout, LayoutError, Partial, infer
 
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from ..matmul.sharded.layout_rule import GRADIENT
 from . import function
 
@@ -55,8 +55,8 @@ def experts(
     Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a CPU
     for more choices than `rows`.
     """
-    check_devices("experts", x, experts, weights, gate, up, down)
-    function.check(x, experts, weights, gate, up, down, rows)
+    check_operands("experts", NAMES, 6, x, experts, weights, gate, up, down)
+    function.check(x, experts, weights, gate, up, down, first, rows)
     return apply(EXPERTS, x, experts, weights, gate, up, down, first=first, rows=rows)
 
 

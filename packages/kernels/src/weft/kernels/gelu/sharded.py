@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.arguments import check_choice, check_tensors
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, infer_gradient_layouts
-from ..swiglu.sharded import check_form
+from ..swiglu.sharded import FORMS
 from . import function
 
 
@@ -26,10 +27,11 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     Raises LayoutError where x is Partial; ValueError for another approximation, and for x without floating-point
     values.
     """
-    check_form("gelu", approximate)
+    check_choice("gelu", "approximate", approximate, FORMS)
     native = function.native(x, approximate)
     if native is not None:
         return native
+    check_tensors("gelu", ("x",), x)
     check_floats("gelu", ("x",), x)
     return apply(GELU, x, approximate=approximate)
 

@@ -1,9 +1,9 @@
 """Forward and backward of `grouped_matmul` on local tensors, and the checks of the arguments.
 
 Each product is a custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
-tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch (`plain_rows_by_group`,
-`plain_weights_by_group`) defines the result. Plain torch computes on a CPU, in float64, and for 8-bit factors which
-Triton cannot multiply on this chip; the host then reads the offsets.
+tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch
+(`_plain_rows_by_group`, `_plain_weights_by_group`) defines the result. Plain torch computes on a CPU, in float64, and
+for 8-bit factors which Triton cannot multiply on this chip; the host then reads the offsets.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward(
     adds: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The rows of each group times the group's matrix, see `plain_rows_by_group`; rows in no group of b are zero.
+    """The rows of each group times the group's matrix, see `_plain_rows_by_group`; rows in no group of b are zero.
 
     first: the global number of b's first group.
     adds: whether this rank adds bias and residual. False if ranks' outputs are summed and another rank adds both.
@@ -146,7 +146,7 @@ def _rows_by_group(a: Tensor, b: Tensor, *operands: Any) -> None:
 
         launch.forward(a, b, *operands)
     else:
-        plain_rows_by_group(a, b, *operands)
+        _plain_rows_by_group(a, b, *operands)
 
 
 @launched(
@@ -159,10 +159,10 @@ def _weights_by_group(a: Tensor, *operands: Any) -> None:
 
         launch.weights(a, *operands)
     else:
-        plain_weights_by_group(a, *operands)
+        _plain_weights_by_group(a, *operands)
 
 
-def plain_rows_by_group(
+def _plain_rows_by_group(
     a: Tensor,
     b: Tensor,
     offsets: Tensor,
@@ -206,7 +206,7 @@ def _scale_at(scale: Tensor | None, index: slice | int) -> Tensor | None:
     return scale if scale is None or scale.ndim == 0 else scale[index]
 
 
-def plain_weights_by_group(
+def _plain_weights_by_group(
     a: Tensor,
     grad: Tensor,
     offsets: Tensor,
@@ -257,7 +257,7 @@ def check_grouped(
             f"{OP} takes a bias of shape {(groups, columns)}, a row for each group, got {tuple(bias.shape)}; expand or "
             f"transpose it"
         )
-    check_activation_name(OP, activation)
+    check_activation_name(OP, "activation", activation)
     check_residual(OP, residual, (rows, columns))
     check_out_dtype(OP, out_dtype)
     check_dtypes(OP, a, b)
@@ -265,7 +265,7 @@ def check_grouped(
     check_no_gradient(OP, a, b, a_scale, b_scale)
     check_scale(OP, "a_scale", a_scale, a, ((), (rows,)), "row of a")
     check_scale(OP, "b_scale", b_scale, b, ((), (groups,), (groups, columns)), "group, or each column of a group")
-    check_offsets(offsets, rows)
+    _check_offsets(offsets, rows)
 
 
 def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *options: object) -> None:
@@ -298,10 +298,10 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *op
         raise ValueError(
             f"{OP}: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
         )
-    check_offsets(offsets, shapes[1][0])
+    _check_offsets(offsets, shapes[1][0])
 
 
-def check_offsets(offsets: Tensor, rows: int) -> None:
+def _check_offsets(offsets: Tensor, rows: int) -> None:
     """Raises ValueError for offsets which are not int32, or (read on a CPU) decrease, or exceed `rows`."""
     if offsets.dtype != torch.int32:
         raise ValueError(f"{OP} takes offsets in torch.int32, got {offsets.dtype}; cast them with .to()")

@@ -33,7 +33,7 @@ def forward(
 ) -> None:
     """Writes the rows of each group times the group's matrix, with epilogue, into out.
 
-    `plain_rows_by_group` in Triton, with the same arguments. z has the strides of out.
+    `function._plain_rows_by_group` in Triton, with the same arguments. z has the strides of out.
     configuration: None to choose by shape.
     """
     (N, K), (count, _, M) = a.shape, b.shape
@@ -77,7 +77,7 @@ def weights(
 ) -> None:
     """Writes each group's alpha * a[rows].T @ grad[rows] into out; with `accumulate`, adds the product to out.
 
-    `plain_weights_by_group` in Triton, with the same arguments. configuration: None to choose by shape.
+    `function._plain_weights_by_group` in Triton, with the same arguments. configuration: None to choose by shape.
     """
     count, K, M = out.shape
     if out.numel() == 0:

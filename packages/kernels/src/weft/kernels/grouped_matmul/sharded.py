@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Shard, infer
 
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
+from ..matmul.checks import check_factors
 from ..matmul.sharded.layout_rule import (
     GRADIENT,
     adds_bias,
@@ -25,6 +26,7 @@ from ..matmul.sharded.layout_rule import (
 from . import function
 from .function import check_accumulation, check_grouped
 
+NAMES = ("a", "b", "offsets", "bias", "residual", "a_scale", "b_scale", "accumulate_into")  # the operands
 BACKWARD = "grouped_matmul, backward"  # the op's name in messages of backward
 
 
@@ -55,6 +57,7 @@ def grouped_matmul(
     empty. On a GPU the host does not wait for the offsets.
     Returns [N, M] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Rows behind the last group are
     zero; no bias or residual is added there.
+    bias, residual, a_scale, b_scale: None leaves the term or factor out.
     bias: [G, M].
     activation: as in `linear`.
     residual: any shape which broadcasts to the output. On a GPU the kernel applies alpha, scales, bias, activation and
@@ -77,7 +80,9 @@ def grouped_matmul(
     Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a CPU
     for offsets which decrease or exceed N.
     """
-    check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
+    tensors = (a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
+    check_operands("grouped_matmul", NAMES, 3, *tensors)
+    check_factors("grouped_matmul", alpha, beta)
     if accumulate_into is not None:
         options = (bias, activation, residual, out_dtype, alpha, beta, a_scale, b_scale)
         check_accumulation(a, b, offsets, accumulate_into, *options)

@@ -32,7 +32,7 @@ SHARED_RESERVED = 1024  # per program; CUDA C++ Programming Guide, "Shared Memor
 
 
 @dataclass(frozen=True, slots=True)
-class Multiprocessor:
+class _Multiprocessor:
     """The limits of a multiprocessor."""
 
     warps: int  # resident at once
@@ -43,9 +43,9 @@ class Multiprocessor:
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MULTIPROCESSORS = {
-    "sm_80": Multiprocessor(64, 32, 65536, 164 * 1024),
-    "sm_90": Multiprocessor(64, 32, 65536, 228 * 1024),
-    "sm_100": Multiprocessor(64, 32, 65536, 228 * 1024),
+    "sm_80": _Multiprocessor(64, 32, 65536, 164 * 1024),
+    "sm_90": _Multiprocessor(64, 32, 65536, 228 * 1024),
+    "sm_100": _Multiprocessor(64, 32, 65536, 228 * 1024),
 }
 
 
@@ -161,7 +161,7 @@ def extra_variants() -> Iterator[Variant]:
         yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
 
-def compile_all(targets: Iterable[str]) -> list[VariantCost]:
+def _compile_all(targets: Iterable[str]) -> list[VariantCost]:
     """The reports of all variants, sorted by variant, then as `targets`. Each target is compiled in its own process."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         reports = [report for target_reports in pool.map(_compile_for, targets) for report in target_reports]
@@ -360,7 +360,7 @@ def main() -> None:
     which.add_argument("--save", type=Path, metavar="FOLDER", help="write FOLDER/triton-VERSION.json")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     options = parser.parse_args()
-    reports = compile_all(options.target or TARGETS)
+    reports = _compile_all(options.target or TARGETS)
     if options.save:
         save(reports, options.save)
     print(as_json(reports) if options.json else as_table(reports), end="")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.arguments import check_number
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import (
@@ -16,7 +17,7 @@ from ..dispatch.sharded import (
     apply,
     apply_many,
     autocasts,
-    check_devices,
+    check_operands,
     infer_gradient_layouts,
     require_one_layout,
 )
@@ -34,8 +35,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     layout.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values,
-    and for tensors on two devices.
+    for tensors on two devices, and for an eps which is no finite number of 0 or more.
     """
+    check_number("layer_norm", "eps", eps, 0)
     if function.is_native(x, weight, bias):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return _normalize(x, weight, bias, eps)
@@ -44,6 +46,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 @autocasts("layer_norm")
 def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm` by the op `LAYER_NORM`."""
+    check_operands("layer_norm", ("x", "weight", "bias"), 1, x, weight, bias)
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)
 
@@ -65,14 +68,17 @@ def add_layer_norm(
     Communication: none.
     Raises ValueError for a residual of another shape, and as `layer_norm`; LayoutError for other layouts.
     """
+    check_number("add_layer_norm", "eps", eps, 0)
+    is_native = residual is not None and function.is_native(x, weight, bias, residual)
+    if is_native and x.shape == residual.shape:
+        total = x + residual
+        return total, torch.layer_norm(total, x.shape[-1:], weight, bias, eps)
+    check_operands("add_layer_norm", ("x", "residual", "weight", "bias"), 2, x, residual, weight, bias)
     if x.shape != residual.shape:
         raise ValueError(
             f"add_layer_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; "
             f"expand one"
         )
-    if function.is_native(x, weight, bias, residual):
-        total = x + residual
-        return total, torch.layer_norm(total, x.shape[-1:], weight, bias, eps)
     _check("add_layer_norm", x, weight, bias, residual)
     total, normal = apply_many(ADD_LAYER_NORM, x, residual, weight, bias, eps=eps)
     return total, normal
@@ -87,7 +93,6 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
                 f"element of a row"
             )
     check_floats(op, ("x", "the residual", "the weight", "the bias"), x, residual, weight, bias)
-    check_devices(op, x, residual, weight, bias)
 
 
 def _whole(op: str, x: Layout, shape: tuple[int, ...], weight: Layout | None, bias: Layout | None) -> Layout:

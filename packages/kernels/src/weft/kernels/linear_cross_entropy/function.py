@@ -25,6 +25,7 @@ from ..cross_entropy.function import (
 )
 from ..cross_entropy.merged import LossShard, Upstream, find_correct
 from ..cross_entropy.options import LOGITS_DTYPES, Options, TensorForm, check
+from ..dispatch.arguments import check_tensors, described, is_int
 from ..dispatch.op import Tensors
 from .chunks import LogitFactors, chunks_of, longest, part_tokens, parts_of, sweep
 from .gradients import ProductGradients, Wanted, may_be_in_24_bits, scale_gradient
@@ -226,6 +227,11 @@ def cast_form(input: Tensor, compute_dtype: torch.dtype | None) -> TensorForm:
     return TensorForm(tuple(input.shape), compute_dtype or input.dtype, input.device)
 
 
+def check_operands(op: str, *operands: Tensor | None) -> None:
+    """Raise ValueError for operands which are no tensors: input, linear_weight, target, linear_bias and weight."""
+    check_tensors(op, ("input", "linear_weight", "target", "linear_bias", "weight"), *operands, optional=2)
+
+
 def check_factors(
     input: TensorForm,
     linear_weight: Tensor,
@@ -253,9 +259,8 @@ def check_factors(
                 f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of "
                 f"them, or give a compute_dtype for both"
             )
-    if chunk_tokens is not None and (
-        not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1
-    ):
+    if chunk_tokens is not None and not (is_int(chunk_tokens) and chunk_tokens >= 1):
         raise ValueError(
-            f"chunk_tokens is {chunk_tokens!r}; give a number of tokens, 1 or more, or None to choose automatically"
+            f"chunk_tokens is {described(chunk_tokens)}; give a number of tokens, 1 or more, or None to choose "
+            f"automatically"
         )

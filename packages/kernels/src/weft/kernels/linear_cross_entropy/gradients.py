@@ -43,13 +43,13 @@ class ProductGradients:
         self._product = product
         self._wide = torch.promote_types(x.dtype, torch.float32)
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._weight_sum: GemmSum | Sum24 | None = None
+        self._weight_sum: _GemmSum | Sum24 | None = None
         if wanted[1] is not None:
             if 1 < len(chunks) <= ADDITIONS and may_be_in_24_bits(x.dtype, wanted):
                 self._weight_sum = Sum24(weight, len(chunks))
             else:
                 dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
-                self._weight_sum = GemmSum(weight, dtype, zeros=not chunks)
+                self._weight_sum = _GemmSum(weight, dtype, zeros=not chunks)
         self.dbias = None if wanted[2] is None else torch.zeros(len(weight), dtype=self._wide, device=x.device)
 
     @property
@@ -70,7 +70,7 @@ class ProductGradients:
             self.dbias += dlogits.sum(0, dtype=self._wide)
 
 
-class GemmSum:
+class _GemmSum:
     """A weight's gradient: a sum of matrix products in `dtype`, shaped as `like`. Each product's GEMM adds to the sum.
 
     zeros: whether the sum starts at zero. Needed only if no product will be added: the first product overwrites.

@@ -7,18 +7,24 @@ import math
 import torch
 from torch import Tensor
 
+from ..dispatch.arguments import check_choice, check_number
 from ..dispatch.backend import WIDE, check_floats
 from .reference import ACTIVATIONS
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def check_activation_name(op: str, activation: str | None) -> None:
-    """Raises ValueError unless the activation is None or in ACTIVATIONS. op: the op's name, for messages."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{op}: activation is {activation!r}; give one of {', '.join(map(repr, ACTIVATIONS))}, or None"
-        )
+def check_activation_name(op: str, name: str, activation: str | None) -> None:
+    """Raises ValueError unless the option `name` is None or in ACTIVATIONS. op: the op's name, for messages."""
+    check_choice(op, name, activation, ACTIVATIONS, or_none=True)
+
+
+def check_factors(op: str, alpha: float, beta: float) -> None:
+    """Raises ValueError unless the factors of the product and of the residual are finite numbers."""
+    if type(alpha) is type(beta) is float and alpha == beta == 1:  # the defaults
+        return
+    check_number(op, "alpha", alpha)
+    check_number(op, "beta", beta)
 
 
 def check_matmul(
@@ -44,7 +50,7 @@ def check_matmul(
             f"the leading dims of one factor"
         )
     check_dtypes("matmul", a, b)
-    check_activation_name("matmul", activation)
+    check_activation_name("matmul", "activation", activation)
     out = (*a_shape[:-1], b_shape[-1])
     if bias is not None and tuple(bias.shape) != out[-1:]:
         raise ValueError(f"matmul takes a bias of shape {out[-1:]}, got {tuple(bias.shape)}; expand or transpose it")

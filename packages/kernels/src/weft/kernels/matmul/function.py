@@ -1,6 +1,6 @@
 """Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster.
 
-`linear`, `matmul` and their backwards run on every device. These call `product`, `multiply`, `multiply_by_slope`,
+`linear`, `matmul` and their backwards run on every device. These call `product`, `multiply`, `_multiply_by_slope`,
 `accumulate` and `activate`, which launch Triton kernels if `use_triton` is true and, for products, also `uses_kernel`,
 which reads the table of measurements. Otherwise plain torch runs: `reference.py`, which defines the result.
 """
@@ -67,7 +67,9 @@ def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
 
     Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
-    if is_delay_allowed() or not runs_natively(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
+    if weight is None or is_delay_allowed() or not runs_natively(input, weight, bias):
+        return None
+    if weight.dim() != 2 or input.dim() < 1:
         return None
     M, K = weight.shape
     if input.shape[-1] != K or (bias is not None and bias.shape != (M,)):
@@ -103,7 +105,7 @@ def linear_backward(
         dinput = restore_leading_dims(
             multiply(rows, weight)
             if input_activation is None
-            else multiply_by_slope(rows, weight, input, input_activation),
+            else _multiply_by_slope(rows, weight, input, input_activation),
             input,
         )
     if needed[1]:
@@ -165,15 +167,11 @@ def matmul(
     return out, (a, b, z, residual_shape)
 
 
-def native_matmul(a: Tensor, b: Tensor, *operands: Tensor | None) -> Tensor | None:
-    """a @ b by torch's function with torch's own gradient, where `runs_natively` allows; else None.
-
-    operands: further operands of `matmul`; None is returned unless all are None.
-    """
-    for each in operands:
-        if each is not None:
-            return None
-    fits = runs_natively(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
+def native_matmul(a: Tensor, b: Tensor) -> Tensor | None:
+    """a @ b by torch's function with torch's own gradient, where `runs_natively` allows; else None."""
+    fits = (
+        b is not None and runs_natively(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
+    )
     return a @ b if fits and (b.dim() == 2 or b.shape[:-2] == a.shape[:-2]) else None
 
 
@@ -267,7 +265,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
     )
 
 
-def multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
+def _multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
     """Return (a @ b) * act'(z), where z has a row for each row of a. The kernel multiplies before storing."""
     z = flatten_to_rows(z)
     if not use_triton(a) or not uses_kernel(a, b, "fused"):

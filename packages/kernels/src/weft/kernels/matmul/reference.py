@@ -42,7 +42,7 @@ def product(
         elif a.dtype.itemsize == 1:  # products of 8 bits are exact in float32
             z = _dequantize(a, a_scale, -1) @ _dequantize(b, b_scale, -2)
         else:
-            z = wide_product(_multiply_by_scale(a, a_scale, -1), _multiply_by_scale(b, b_scale, -2), dtype)
+            z = _wide_product(_multiply_by_scale(a, a_scale, -1), _multiply_by_scale(b, b_scale, -2), dtype)
         z = z if alpha == 1 else z * alpha
         z = (z if bias is None else z + bias).to(dtype)
     out = z if activation is None else activate(z, activation)
@@ -51,7 +51,7 @@ def product(
     return out, z if keep_z else None
 
 
-def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b in `dtype`. If `dtype` is wider than the factors', sums are not rounded to the factors' dtype first."""
     if a.dtype == dtype:
         return a @ b

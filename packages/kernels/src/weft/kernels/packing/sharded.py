@@ -95,27 +95,27 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
     return Sharding(layout, first, gradient_layouts, further_outputs=tuple([(layout, each) for each in further_shapes]))
 
 
-def pack_forward(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
+def _pack_forward(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
     """Tensors [..., P * width] -> packed [..., P, sum of widths]: part p holds part p of every tensor, side by side."""
     parts = [x.reshape(*x.shape[:-1], x.shape[-1] // width, width) for x, width in zip(tensors, widths, strict=True)]
     return torch.cat(parts, -1), ()
 
 
-def unpack_forward(packed: Tensor, *, widths: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensors]:
+def _unpack_forward(packed: Tensor, *, widths: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensors]:
     """packed [..., P, sum of widths] -> tensors [..., P * width], in the order of `widths`."""
     return tuple([part.flatten(-2) for part in torch.split(packed, list(widths), -1)]), ()
 
 
-def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, widths: tuple[int, ...]) -> Tensors:
-    """The gradients of the tensors: `unpack_forward` of the packed tensor's gradient."""
-    parts, _ = unpack_forward(grad, widths=widths)
+def _pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, widths: tuple[int, ...]) -> Tensors:
+    """The gradients of the tensors: `_unpack_forward` of the packed tensor's gradient."""
+    parts, _ = _unpack_forward(grad, widths=widths)
     return tuple([part if need else None for part, need in zip(parts, needed, strict=True)])
 
 
-def unpack_backward(
+def _unpack_backward(
     saved: Tensors, grads: tuple[Tensor | None, ...], needed: Sequence[bool], *, widths: tuple[int, ...]
 ) -> Tensors:
-    """The gradient of the packed tensor: `pack_forward` of the tensors' gradients. None among them means zeros."""
+    """The gradient of the packed tensor: `_pack_forward` of the tensors' gradients. None among them means zeros."""
     first = next(i for i, grad in enumerate(grads) if grad is not None)
     like = grads[first]
     assert like is not None, "autograd calls backward with at least one gradient"
@@ -124,8 +124,8 @@ def unpack_backward(
         like.new_zeros(*like.shape[:-1], count * width) if grad is None else grad
         for grad, width in zip(grads, widths, strict=True)
     ]
-    return (pack_forward(*full, widths=widths)[0],) if needed[0] else (None,)
+    return (_pack_forward(*full, widths=widths)[0],) if needed[0] else (None,)
 
 
-PACK = Op("pack", pack_forward, pack_backward, _pack_rule)
-UNPACK = Op("unpack", unpack_forward, unpack_backward, _unpack_rule)
+PACK = Op("pack", _pack_forward, _pack_backward, _pack_rule)
+UNPACK = Op("unpack", _unpack_forward, _unpack_backward, _unpack_rule)

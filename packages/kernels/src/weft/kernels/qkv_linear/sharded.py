@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply_many, autocasts, check_devices
+from ..dispatch.sharded import Shapes, Sharding, apply_many, autocasts, check_operands
 from ..matmul.checks import check_bias_dtype, check_wide
 from ..matmul.sharded.layout_rule import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
 from ..matmul.sharded.linear import check_sizes
@@ -19,6 +19,7 @@ from . import function
 
 NAMES = ("queries", "keys", "values")
 WEIGHTS = ("q_weight", "k_weight", "v_weight")
+OPERANDS = ("input", *WEIGHTS, "q_bias", "k_bias", "v_bias", "cos", "sin")
 ROTATED = (0, 1)  # rope applies to queries and keys
 
 
@@ -51,6 +52,8 @@ def qkv_linear(
     Communication: none.
     Raises ValueError for mismatched shapes, dtypes or devices, LayoutError for other layouts.
     """
+    tensors = (input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
+    check_operands("qkv_linear", OPERANDS, 4, *tensors)
     for weight, bias in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
         check_sizes("qkv_linear", input, weight, bias)
         check_bias_dtype("qkv_linear", bias, input)
@@ -60,8 +63,6 @@ def qkv_linear(
     if cos is not None and sin is not None:
         for weight in (q_weight, k_weight):
             check_tables("qkv_linear", (*input.shape[:-1], weight.shape[0]), cos, sin)
-    check_devices("qkv_linear", input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
-    tensors = (input, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin)
     q, k, v = apply_many(QKV_LINEAR, *tensors)
     return q, k, v
 

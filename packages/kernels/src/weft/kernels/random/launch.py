@@ -18,15 +18,12 @@ OUTER_DIMS = 3  # how many dims the kernels unravel, besides the run
 
 @dataclass(frozen=True, slots=True)
 class FillLaunch:
-    """The tile of a program, and its warps.
+    """The tile of a program, and the program's warps."""
 
-    rows: runs of a tile. groups: Philox blocks of each run. lanes: elements of a block, 4 or 8.
-    """
-
-    rows: int
-    groups: int
+    rows: int  # runs of a tile
+    groups: int  # Philox blocks of each run
     warps: int
-    lanes: int = 4
+    lanes: int = 4  # elements of a block, 4 or 8
 
 
 # Uniform: 16 elements a thread, four 16-byte stores of float32. Normal: 8, as float64 needs twice the registers. Both

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.arguments import described
 from .part import Part
 
 # The multipliers, key increments and rounds of Philox 4x32 (the paper's table 2).
@@ -33,10 +34,13 @@ Word = Tensor | int  # a word during the rounds: an int where it is the same in 
 Transform = Callable[[Words], Tensor]  # words [...] -> numbers [..., lanes]
 
 
-def check_key(key: int) -> None:
-    """Raises ValueError unless `key` is an int of 64 bits."""
+def check_key(op: str, option: str, key: object) -> int:
+    """The key. Raises ValueError unless it is an int of 64 bits. op, option: for the message."""
     if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 2**64:
-        raise ValueError(f"a key is an int of 64 bits, got {key!r}; make it with weft.mesh.derive_key")
+        raise ValueError(
+            f"{op}: {option} is an int of 64 bits, got {described(key)}; make it with weft.mesh.derive_key"
+        )
+    return key
 
 
 def as_uniform(words: Words) -> Tensor:

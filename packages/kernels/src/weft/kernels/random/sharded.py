@@ -12,6 +12,7 @@ from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
 from weft.reshard.extension import this_rank, wrap
 
+from ..dispatch.arguments import described, is_int
 from ..dispatch.backend import refuse_jit_trace, use_triton
 from . import philox
 from .part import Part
@@ -102,6 +103,7 @@ def _generate(
 ) -> Tensor:
     refuse_jit_trace(name)
     _check(name, shape, key, layout, dtype)
+    _check_device(name, device)
     sizes = tuple(shape)
     layout = None if layout is None else layout.resolved(sizes)
     part = _part(sizes, layout)
@@ -118,11 +120,15 @@ def _part(shape: tuple[int, ...], layout: Layout | None) -> Part:
 def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dtype: torch.dtype) -> None:
     if isinstance(shape, Layout):
         raise ValueError(f"{name}: ({shape}) is a layout, which has no sizes; give the global shape, and layout=")
-    philox.check_key(key)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-        raise ValueError(f"{name}: the shape is {tuple(shape)}; its sizes must be ints >= 0")
+    philox.check_key(name, "key", key)
+    if not (
+        isinstance(shape, Sequence) and all(isinstance(size, int) and is_int(size) and size >= 0 for size in shape)
+    ):
+        raise ValueError(f"{name}: the shape is {described(shape)}; its sizes must be ints >= 0, as in (4, 8)")
     if dtype not in DTYPES:
         raise ValueError(f"{name}: the dtype is {dtype}; choose one of {', '.join(map(str, DTYPES))}")
+    if layout is not None and not isinstance(layout, Layout):
+        raise ValueError(f"{name}: layout is {described(layout)}; give a Layout, or None for a plain tensor")
     if layout is not None:
         layout.check_shape(tuple(shape))
         if layout.is_partial():
@@ -130,6 +136,15 @@ def _check(name: str, shape: Sequence[int], key: int, layout: Layout | None, dty
                 f"{name}: the layout is ({layout}), but random numbers are no sum of parts: draw them with Replicate() "
                 f"in place of Partial, then reshard() the tensor"
             )
+
+
+def _check_device(name: str, device: object) -> None:
+    try:
+        is_device = device is None or (isinstance(device, torch.device | str) and bool(torch.device(device)))
+    except RuntimeError:  # a name of no device
+        is_device = False
+    if not is_device:
+        raise ValueError(f'{name}: device is {described(device)}; give a torch.device or its name, as "cuda", or None')
 
 
 def _fill_uniform(local: Tensor, part: Part, key: int) -> None:

@@ -32,7 +32,7 @@ def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | Non
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
     """The output of `forward`, without saved tensors."""
     if not _uses_kernel(x, head_dim):
-        return plain_inference(x, weight, eps=eps, head_dim=head_dim)
+        return _plain_inference(x, weight, eps=eps, head_dim=head_dim)
     return _kernel_forward(x, None, weight, eps, head_dim)[0]
 
 
@@ -75,7 +75,7 @@ def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: fl
     launches = _uses_kernel(x, None)
     if not launches or x.dtype != residual.dtype:
         total = x + residual
-        return total, (inference if launches else plain_inference)(total, weight, eps=eps)
+        return total, (inference if launches else _plain_inference)(total, weight, eps=eps)
     return add_forward(x, residual, weight, eps=eps)[0]
 
 
@@ -171,7 +171,7 @@ def _rrms(heads: Tensor, eps: float) -> Tensor:
 
 
 def plain_recompute(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
-    """Computes the output from x, weight and rrms, in `plain_forward`, in `plain_inference` and again in backward."""
+    """Computes the output from x, weight and rrms, in `plain_forward`, in `_plain_inference` and again in backward."""
     normal = _heads(x, head_dim) * rrms  # in rrms's dtype, float32 at least
     if normal.dtype != x.dtype:
         normal = normal.to(x.dtype)
@@ -180,7 +180,7 @@ def plain_recompute(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim:
     return normal if head_dim is None else normal.reshape(x.shape)
 
 
-def plain_inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
+def _plain_inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
     """The output of `plain_forward`, without saved tensors.
 
     On a GPU, torch's own rms_norm computes float32 and float64 in one kernel. For other dtypes torch rounds a different

@@ -1,8 +1,8 @@
-"""RMS norm in one pass forward and one backward: a row stays in registers from its load to its store.
+"""RMS norm in a single pass forward, and in a single pass backward: a row stays in registers from load to store.
 
-A tile is ROWS rows by BLOCK_H columns, the first H of which exist. A program computes tiles program_id, program_id +
-num_programs, and so on. KEEP_WEIGHT: each program loads the weight once and keeps it in registers; without it, the
-weight is loaded from a cache for each tile. Rows are contiguous, with any stride between rows.
+A tile is ROWS rows by BLOCK_H columns, the first H of which exist. A program computes the tiles program_id, program_id
++ num_programs, program_id + 2 * num_programs, … KEEP_WEIGHT: each program loads the weight once and keeps the weight in
+registers; otherwise the weight is loaded from a cache for each tile. Rows are contiguous, with any stride between rows.
 """
 
 import triton

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.arguments import check_number, described, is_int
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import (
@@ -15,7 +16,7 @@ from ..dispatch.sharded import (
     apply,
     apply_many,
     autocasts,
-    check_devices,
+    check_operands,
     infer_gradient_layouts,
     require_one_layout,
 )
@@ -34,16 +35,18 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
     weight.
 
     Layouts: any without Partial and with the last dim not sharded; with head_dim the last dim may be sharded by
-    complete heads. The weight is replicated; its gradient is Partial(sum) on each axis that shards x. The output has
+    complete heads. The weight is replicated, with a gradient Partial(sum) on each axis which shards x. The output has
     x's layout.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for other shapes, for tensors without floating-point values,
-    and for tensors on two devices.
+    Raises LayoutError for further layouts; ValueError for mismatched shapes, for tensors without floating-point values,
+    for tensors on two devices, and for an eps which is no finite number of 0 or more.
     """
-    if head_dim is not None and (x.ndim < 1 or head_dim < 1 or x.shape[-1] % head_dim):
+    check_operands("rms_norm", ("x", "weight"), 1, x, weight)
+    check_number("rms_norm", "eps", eps, 0)
+    if head_dim is not None and (not is_int(head_dim) or x.ndim < 1 or head_dim < 1 or x.shape[-1] % head_dim):
         raise ValueError(
-            f"rms_norm takes x [..., heads * {head_dim}], got {tuple(x.shape)}; give a head_dim, 1 or more, which "
-            f"divides the last size of x"
+            f"rms_norm: head_dim is {described(head_dim)}, for x of shape {tuple(x.shape)}; give a head_dim, 1 or "
+            f"more, which divides the last size of x"
         )
     size = x.shape[-1:] if head_dim is None else (head_dim,)
     if x.ndim < 1 or (weight is not None and weight.shape != size):
@@ -54,23 +57,24 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
             f"number for each element of a {'row' if head_dim is None else 'head'}"
         )
     check_floats("rms_norm", ("x", "the weight"), x, weight)
-    check_devices("rms_norm", x, weight)
     return apply(RMS_NORM, x, weight, eps=eps, head_dim=head_dim)
 
 
 @autocasts("add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and the `rms_norm` of this sum, in one pass, for a layer's output that joins the stream.
+    """`x + residual`, and the `rms_norm` of this sum, in a single pass: a layer's output joins the residual stream.
 
     x, residual: [..., H], of the same shape.
     weight: [H], or None.
     Returns (sum, norm), each [..., H].
 
-    Layouts: the same for x and residual, without Partial and with the last dim not sharded; both outputs have it, too.
+    Layouts: the same for x and residual, without Partial and the last dim not sharded. Both outputs have this layout.
     The gradients of both outputs must arrive in the same layout.
     Communication: none.
-    Raises ValueError for a residual of another shape, and as `rms_norm`; LayoutError for other layouts.
+    Raises ValueError for a residual of a different shape, and as `rms_norm`; LayoutError for further layouts.
     """
+    check_operands("add_rms_norm", ("x", "residual", "weight"), 2, x, residual, weight)
+    check_number("add_rms_norm", "eps", eps, 0)
     if x.shape != residual.shape:
         raise ValueError(
             f"add_rms_norm takes x and a residual of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}; "
@@ -83,7 +87,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
             f"element of a row"
         )
     check_floats("add_rms_norm", ("x", "the residual", "the weight"), x, residual, weight)
-    check_devices("add_rms_norm", x, residual, weight)
     total, normal = apply_many(ADD_RMS_NORM, x, residual, weight, eps=eps)
     return total, normal
 

@@ -31,7 +31,7 @@ def inference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
     """The output of `forward`, without saved tensors."""
     if use_triton(x):
         return forward(x, cos, sin, interleaved=interleaved, inplace=inplace)[0]
-    return plain_rotation(x, cos, sin, interleaved, 1)  # the shortest path: for a single token the host's time counts
+    return _plain_rotation(x, cos, sin, interleaved, 1)  # the shortest path: for a single token the host's time counts
 
 
 def backward(
@@ -57,7 +57,7 @@ def norm_forward(
     if not use_triton(x):
         y, (_, _, rrms) = norm.plain_forward(x, weight, eps=eps, head_dim=D)
         return plain_forward(y, cos, sin, interleaved=interleaved), (x, weight, cos, sin, rrms)
-    check_fit(x, cos)
+    _check_fit(x, cos)
     y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     rrms = torch.empty((*x.shape[:-1], x.shape[-1] // D, 1), dtype=torch.float32, device=x.device)
     _launch_norm_forward(x, weight, cos, sin, y, rrms, eps, interleaved)
@@ -87,7 +87,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: boo
     if not use_triton(x):
         rotate = plain_backward if inverse else plain_forward
         return rotate(x, cos, sin, interleaved=interleaved)
-    check_fit(x, cos)
+    _check_fit(x, cos)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch_rotation(x, cos, sin, y, inverse, interleaved)
     return y
@@ -128,11 +128,11 @@ def plain_forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fa
     Computed in float32 at least, then rounded to x's dtype.
     Raises ValueError where D does not divide the last dim, or the tables have another T, or other leading dims, than x.
     """
-    check_fit(x, cos)
-    return plain_rotation(x, cos, sin, interleaved, 1)
+    _check_fit(x, cos)
+    return _plain_rotation(x, cos, sin, interleaved, 1)
 
 
-def check_fit(x: Tensor, cos: Tensor) -> None:
+def _check_fit(x: Tensor, cos: Tensor) -> None:
     """Raises ValueError where the tables do not fit x; see `plain_forward`."""
     rows, half = cos.shape[:-1], cos.shape[-1]
     if x.shape[-1] % (2 * half) or x.shape[-1 - len(rows) : -1] != rows:
@@ -144,10 +144,10 @@ def check_fit(x: Tensor, cos: Tensor) -> None:
 
 def plain_backward(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """The transpose of `plain_forward`: rotation by the negative angles, at the same scale. The inverse at scale 1."""
-    return plain_rotation(grad, cos, sin, interleaved, -1)
+    return _plain_rotation(grad, cos, sin, interleaved, -1)
 
 
-def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+def _plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     """`plain_forward` for sign 1, `plain_backward` for sign -1, without a check of the shapes."""
     dtype, shape, half = x.dtype, x.shape, cos.shape[-1]
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
@@ -188,7 +188,7 @@ def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor
     """
     pair_shape = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
     halves = x.reshape(pair_shape).transpose(-1, -2).reshape(x.shape)
-    rotated = plain_rotation(halves, cos, sin, False, sign).view(*pair_shape[:-2], 2, cos.shape[-1])
+    rotated = _plain_rotation(halves, cos, sin, False, sign).view(*pair_shape[:-2], 2, cos.shape[-1])
     return rotated.transpose(-1, -2).reshape(x.shape)
 
 

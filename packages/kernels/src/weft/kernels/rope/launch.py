@@ -21,7 +21,7 @@ WARPS_AT_WORK = 16  # resident on a multiprocessor in backward, at 128 registers
 
 
 @dataclass(frozen=True, slots=True)
-class RopeTile:
+class _RopeTile:
     """How many tokens by how many heads a program computes.
 
     half: D / 2, rounded up to a power of two.
@@ -32,7 +32,7 @@ class RopeTile:
     half: int
 
     @classmethod
-    def of(cls, heads: int, D: int, pairs: int) -> RopeTile:
+    def of(cls, heads: int, D: int, pairs: int) -> _RopeTile:
         """The tile with `pairs` pairs a thread: all heads of a token where they fit, to read its angles once."""
         half = 1 << (D // 2 - 1).bit_length()
         rows = max(1, 32 * WARPS * pairs // half)  # (token, head) pairs of a program
@@ -50,7 +50,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, inverse: bool, interlea
         return
     D = 2 * cos.shape[-1]
     rows, heads = contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
-    tile = RopeTile.of(heads, D, PAIRS_PER_THREAD)
+    tile = _RopeTile.of(heads, D, PAIRS_PER_THREAD)
     with device_of(x):
         kernel.turn[(tile.count(len(rows), heads),)](
             rows, cos.contiguous(), sin.contiguous(),
@@ -69,7 +69,7 @@ def normalize_and_turn(
         return
     D = 2 * cos.shape[-1]
     rows, heads = contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
-    tile = RopeTile.of(heads, D, PAIRS_PER_THREAD)
+    tile = _RopeTile.of(heads, D, PAIRS_PER_THREAD)
     with device_of(x):
         kernel.normalize_and_turn[(tile.count(len(rows), heads),)](
             rows, weight.contiguous(), cos.contiguous(), sin.contiguous(),
@@ -101,7 +101,7 @@ def normalize_and_turn_backward(
         return
     D = 2 * cos.shape[-1]
     grad, x, heads = contiguous_rows(grad, x.shape[-1]), contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
-    tile = RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)
+    tile = _RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)
     programs = programs_of(x, tile.count(len(x), heads), WARPS, WARPS_AT_WORK)
     addends = None if dweight is None else x.new_empty(programs, D, dtype=torch.float32)
     with device_of(x):
@@ -117,7 +117,7 @@ def normalize_and_turn_backward(
 
 def _variant(of: str, dtype: str, heads: int, D: int, interleaved: bool = False) -> Variant:
     function = getattr(kernel, of)
-    tile = RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD if of.endswith("backward") else PAIRS_PER_THREAD)
+    tile = _RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD if of.endswith("backward") else PAIRS_PER_THREAD)
     kinds = dict.fromkeys(("x_ptr", "y_ptr", "grad_ptr", "dx_ptr", "weight_ptr"), f"*{dtype}:16")
     kinds |= dict.fromkeys(("cos_ptr", "sin_ptr", "rrms_ptr", "dweight_ptr"), "*fp32:16")
     kinds |= dict.fromkeys(("D", "stride_xn", "stride_gn"), "i32:16") | {"N": "i32", "heads": "i32", "R": "i32"}

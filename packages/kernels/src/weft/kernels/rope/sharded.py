@@ -10,9 +10,10 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 from weft.mesh.extension import terms
 
+from ..dispatch.arguments import check_flag, check_number, holds_ints
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands, infer_gradient_layouts
 from ..dispatch.sharded.rules import check_heads
 from . import function
 
@@ -32,12 +33,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inpl
     Layouts: any without Partial, with shards of complete heads; the tables are sharded on rows and tokens as x is. The
     output has x's layout.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for tables that do not fit x, and for inplace with a leaf which
-    requires a gradient.
+    Raises LayoutError for any other layouts; ValueError for tables that do not fit x, for options unlike the above, and
+    for inplace with a leaf which requires a gradient.
     """
+    check_operands("rope", ("x", "cos", "sin"), 3, x, cos, sin)
+    check_flag("rope", "interleaved", interleaved)
+    check_flag("rope", "inplace", inplace)
     check_tables("rope", x.shape, cos, sin)
     check_floats("rope", ("x",), x)
-    check_devices("rope", x, cos, sin)
     if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("rope: x is a leaf that needs a gradient, and must keep its values; leave inplace at False")
     if inplace and type(x) is Tensor:
@@ -62,9 +65,11 @@ def rms_norm_rope(
     Communication: none.
     Raises as `rope` does.
     """
+    check_operands("rms_norm_rope", ("x", "weight", "cos", "sin"), 4, x, weight, cos, sin)
+    check_number("rms_norm_rope", "eps", eps, 0)
+    check_flag("rms_norm_rope", "interleaved", interleaved)
     check_tables("rms_norm_rope", x.shape, cos, sin)
     check_floats("rms_norm_rope", ("x", "the weight"), x, weight)
-    check_devices("rms_norm_rope", x, weight, cos, sin)
     if weight.shape != (2 * cos.shape[-1],):
         raise ValueError(
             f"rms_norm_rope takes a weight [D] beside tables [T, D / 2], got {tuple(weight.shape)} and "
@@ -98,15 +103,18 @@ def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -
     Layouts: any of the positions, without Partial; the frequencies are replicated. The tables are sharded as the
     positions.
     Communication: none.
+    Raises ValueError for other shapes and dtypes, for tensors on two devices, and for a scale which is no finite
+    number.
     """
-    if positions.is_floating_point() or positions.is_complex() or frequencies.ndim != 1:
+    check_operands("rope_tables", ("positions", "frequencies"), 2, positions, frequencies)
+    check_number("rope_tables", "scale", scale)
+    if not holds_ints(positions) or frequencies.ndim != 1:
         raise ValueError(
             f"rope_tables takes positions [..., T] of ints and frequencies [D / 2], got {tuple(positions.shape)} of "
             f"{positions.dtype} and {tuple(frequencies.shape)}; cast the positions with .to(torch.int64), and flatten "
             f"the frequencies"
         )
     check_floats("rope_tables", ("frequencies",), frequencies)
-    check_devices("rope_tables", positions, frequencies)
     cos, sin = (apply(ROPE_TABLE, positions, frequencies, function=each, scale=float(scale)) for each in ("cos", "sin"))
     return cos, sin
 

@@ -1,8 +1,8 @@
-"""Routing of local tensors: forward and backward of the four ops.
+"""Routing of local tensors: forward and backward of `route`, `dispatch`, `combine`, `sequence_load`, `statistics`.
 
 Triton kernels (`launch.py`) compute on a GPU and in Triton's interpreter; plain torch (`reference.py`) on a CPU and in
 float64. `route` and `statistics` also use plain torch for more experts or choices than a kernel's registers hold: see
-`uses_kernels`.
+`_uses_kernels`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_EXPERTS, MOST_CHOICES = 512, 16  # the most scores and choices of a token w
 MOST_ROWS = 2**31 - 1  # rows are numbered by int32
 
 
-def uses_kernels(scores: Tensor, k: int) -> bool:
+def _uses_kernels(scores: Tensor, k: int) -> bool:
     """Whether Triton kernels compute `route` and `statistics` for scores [..., E] and k choices."""
     return use_triton(scores) and scores.shape[-1] <= MOST_EXPERTS and k <= MOST_CHOICES
 
@@ -42,7 +42,7 @@ def route(
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """The weights and experts of `reference.route`. Saves the scores and the experts. Options: fields of `Router`."""
     options = (k, score, softmax_after, normalize, scale, groups)
-    if not uses_kernels(scores, k):
+    if not _uses_kernels(scores, k):
         weights, experts = reference.route(scores, bias, Router(*options))
     else:
         weights = scores.new_empty(*scores.shape[:-1], k, dtype=torch.float32)
@@ -58,7 +58,7 @@ def route_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], **opt
     grad = grads[0]
     if not needed[0] or grad is None:
         return None, None
-    if not uses_kernels(scores, options["k"]):
+    if not _uses_kernels(scores, options["k"]):
         return reference.route_backward(scores, experts, grad, Router(**options)), None
     dscores = scores.new_empty(scores.shape)
     fields = ("k", "score", "softmax_after", "normalize", "scale", "groups")
@@ -67,8 +67,10 @@ def route_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], **opt
 
 
 def sort_rows(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort choices by expert -> source, positions and offsets of `reference.sort_by_expert`.
+    """Sort choices by expert -> source, positions, offsets, as `reference.sort_by_expert`, which describes the three.
 
+    Called by `dispatch`, and by ops that compute with the experts first .. first + num_experts - 1 alone; the choices
+    of further experts come last.
     Raises ValueError for more than `MOST_ROWS` choices.
     """
     if experts.numel() > MOST_ROWS:
@@ -86,10 +88,10 @@ def sort_rows(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor
 def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """x [..., H], experts [..., k] -> rows [N * k, H], offsets [num_experts]. Saves positions and experts.
 
-    Raises ValueError for an expert outside 0 to num_experts - 1, where the host can read the experts.
+    Raises ValueError for an expert outside 0 to num_experts - 1, where the host can read the experts: see `can_read`.
     """
     if can_read(experts):
-        check_range("dispatch", experts, num_experts)
+        _check_range("dispatch", experts, num_experts)
     _, positions, offsets = sort_rows(experts, num_experts)
     k = experts.shape[-1]
     if use_triton(x):
@@ -123,6 +125,7 @@ def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, choices: tupl
 
 def combine(y: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensors]:
     """y [N * k, H], experts and weights [..., k] -> [..., H]. Saves y, the positions and the weights."""
+    # `sort_rows` needs the number of experts, which the caller of `combine` does not give.
     positions = reference.invert(experts.reshape(-1).sort(stable=True).indices)
     return sum_rows(y, positions, weights, tuple(weights.shape)), (y, positions, weights)
 
@@ -148,7 +151,7 @@ def sequence_load(experts: Tensor, *, num_experts: int) -> tuple[Tensor, Tensors
     Raises ValueError for an expert outside 0 to num_experts - 1, where the host can read the experts.
     """
     if can_read(experts):
-        check_range("sequence_load", experts, num_experts)
+        _check_range("sequence_load", experts, num_experts)
     return reference.sequence_load(experts, num_experts), ()
 
 
@@ -170,6 +173,7 @@ def statistics(
     """The output of `router_statistics`: a copy of `previous` (None: zeros), with sums added to row `layer`.
 
     length: of a sequence, over all ranks; 0 without load. Saves the logits and the load.
+    Raises ValueError for an expert outside 0 to E - 1, where the host can read the experts.
     """
     E, k = logits.shape[-1], experts.shape[-1]
     sums = 2 * E + 1  # without the load's
@@ -177,10 +181,15 @@ def statistics(
         output = logits.new_zeros(layers, sums + (load is not None), dtype=wide_dtype(logits))
     else:
         output = previous.clone()
-    if uses_kernels(logits, k):
+    if _uses_kernels(logits, k):
         _launch_statistics(logits, experts, output[layer, :sums])
     else:
-        output[layer, :sums] += reference.statistics(logits.reshape(-1, E), experts.reshape(-1, k))
+        try:
+            output[layer, :sums] += reference.statistics(logits.reshape(-1, E), experts.reshape(-1, k))
+        except RuntimeError:  # torch found an expert out of range; a check before would take long
+            if can_read(experts):
+                _check_range("router_statistics", experts, E)
+            raise
     if load is not None:
         output[layer, sums:] += reference.sequence_balance(logits, load, length)
     return output, (logits, load)
@@ -193,7 +202,7 @@ def statistics_backward(
     logits, load = saved
     assert logits is not None, "forward saves them"
     dlogits, row = None, grad[layer, : 2 * logits.shape[-1] + 1]
-    if needed[0] and uses_kernels(logits, 1):
+    if needed[0] and _uses_kernels(logits, 1):  # backward reads no choices, of which any number would do
         dlogits = logits.new_empty(logits.shape)
         _launch_statistics_backward(row, logits, dlogits)
     elif needed[0]:
@@ -208,7 +217,7 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def check_range(name: str, experts: Tensor, num_experts: int) -> None:
+def _check_range(name: str, experts: Tensor, num_experts: int) -> None:
     """Raise ValueError for an expert outside 0 to num_experts - 1. Reads values. name: of the op."""
     if not experts.numel():
         return

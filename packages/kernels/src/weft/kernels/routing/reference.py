@@ -50,9 +50,8 @@ def route(scores: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
         values = values if bias is None else values + bias.to(wide.dtype)
     if router.groups:
         groups, chosen = router.groups
-        members = values.reshape(
-            *values.shape[:-1], groups, values.shape[-1] // groups
-        )  # [..., groups, experts of a group]
+        # [..., groups, experts of a group]
+        members = values.reshape(*values.shape[:-1], groups, values.shape[-1] // groups)
         of_groups = members.topk(min(2, members.shape[-1]), -1).values.sum(-1)  # [..., groups]
         allowed = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, _highest(of_groups, chosen), True)
         allowed = allowed.unsqueeze(-1).expand(members.shape).flatten(-2)

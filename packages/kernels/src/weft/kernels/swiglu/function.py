@@ -48,7 +48,7 @@ def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
 
     `swiglu` and `geglu` call this first: on small CPU tensors, an `Op` would take longer than the computation.
     """
-    if not backend.runs_natively(gate, up) or gate.shape != up.shape:
+    if up is None or not backend.runs_natively(gate, up) or gate.shape != up.shape:
         return None
     return plain_forward(gate, up, activation=activation, keep=True)[0]
 

@@ -15,7 +15,7 @@ BYTES_PER_THREAD = 32
 WARPS = 4
 
 
-def block_of(itemsize: int) -> int:
+def _block_of(itemsize: int) -> int:
     """The number of neighbouring elements a program computes, for elements of `itemsize` bytes."""
     return WARPS * 32 * BYTES_PER_THREAD // itemsize
 
@@ -26,7 +26,7 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: int) -> None
         return
     gate, *ups = _rows(gate, *(() if up is None else (up,)))
     up = ups[0] if ups else None
-    block = block_of(y.itemsize)
+    block = _block_of(y.itemsize)
     with device_of(y):
         kernel.forward[(_programs(gate, block),)](
             gate, up, y, gate.shape[1], gate.stride(0), 0 if up is None else up.stride(0),
@@ -42,7 +42,7 @@ def backward(
         return
     grad, gate, *ups = _rows(grad, gate, *(() if up is None else (up,)))
     up = ups[0] if ups else None
-    block = block_of(gate.itemsize)
+    block = _block_of(gate.itemsize)
     with device_of(gate):
         kernel.backward[(_programs(gate, block),)](
             grad, gate, up,
@@ -73,7 +73,7 @@ def _variant(of: str, dtype: str, activation: str, gated: bool) -> Variant:
         f"{'swiglu' if gated else 'gelu'}.{of}/{dtype}-{activation.lower()}",
         function,
         {each: kinds[each] for each in function.arg_names if each in kinds},
-        {"ACTIVATION": getattr(kernel, activation).value, "BLOCK_I": block_of(4 if dtype == "fp32" else 2)},
+        {"ACTIVATION": getattr(kernel, activation).value, "BLOCK_I": _block_of(4 if dtype == "fp32" else 2)},
         WARPS,
     )
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.arguments import check_choice
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands, infer_gradient_layouts
 from . import function
 
 FORMS = ("none", "tanh")
@@ -19,9 +20,9 @@ FORMS = ("none", "tanh")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` (Shazeer, 2020).
 
-    gate, up: tensors of one shape. Returns a tensor of this shape.
+    gate, up: tensors of the same shape. Returns a tensor of this shape.
 
-    Layouts: the same for both, without Partial; the output has it, too.
+    Layouts: the same for gate, up and output, without Partial.
     Communication: none.
     Raises ValueError for different shapes or devices, and for tensors without floating-point values.
     """
@@ -36,14 +37,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """`gelu(gate) * up` (Shazeer, 2020).
 
-    gate, up: tensors of one shape. Returns a tensor of this shape.
+    gate, up: tensors of the same shape. Returns a tensor of this shape.
     approximate: as in `gelu`; Gemma uses "tanh".
 
-    Layouts: the same for both, without Partial; the output has it, too.
+    Layouts: the same for gate, up and output, without Partial.
     Communication: none.
-    Raises ValueError as `swiglu` does, and for another approximation.
+    Raises ValueError as `swiglu` does, and for an unknown approximation.
     """
-    check_form("geglu", approximate)
+    check_choice("geglu", "approximate", approximate, FORMS)
     native = function.native(gate, up, approximate)
     if native is not None:
         return native
@@ -51,19 +52,13 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     return apply(GEGLU, gate, up, activation=approximate)
 
 
-def check_form(name: str, approximate: str) -> None:
-    """Raises ValueError unless `approximate` is one of FORMS. name: the op, for the message."""
-    if approximate not in FORMS:
-        raise ValueError(f"{name}: approximate is {approximate!r}; give one of {', '.join(map(repr, FORMS))}")
-
-
 def _check(name: str, gate: Tensor, up: Tensor) -> None:
+    check_operands(name, ("gate", "up"), 2, gate, up)
     if gate.shape != up.shape:
         raise ValueError(
             f"{name} takes two tensors of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}; expand one"
         )
     check_floats(name, ("gate", "up"), gate, up)
-    check_devices(name, gate, up)
 
 
 def _rule_of(name: str) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from ..matmul.checks import check_wide
 from ..matmul.sharded.layout_rule import linear_gradients, linear_output, summed_axes, without_partial
 from ..swiglu import function as swiglu
@@ -30,6 +30,7 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, and
     for factors of 8 bits.
     """
+    check_operands("swiglu_linear", ("input", "gate_weight", "up_weight"), 3, input, gate_weight, up_weight)
     shape, weight_shape = input.shape, gate_weight.shape
     if len(weight_shape) != 2 or weight_shape != up_weight.shape or not shape or shape[-1] != weight_shape[1]:
         raise ValueError(
@@ -38,7 +39,6 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
             f"weight with .mT where this is meant"
         )
     check_wide("swiglu_linear", input, gate_weight, up_weight)
-    check_devices("swiglu_linear", input, gate_weight, up_weight)
     return apply(SWIGLU_LINEAR, input, gate_weight, up_weight)
 
 

@@ -41,8 +41,9 @@ class Operation:
     output: a letter for each dim of the output, "." for a new dim.
     partial: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement;
         None where the result would be wrong.
-    contracted: the output's placement on an axis sharding an index which the output lacks.
-    whole, why_whole: indices which no axis may shard, and the reason for messages.
+    contracted: the output's placement on an axis sharding an index which the output lacks; None: no axis may.
+    whole: indices which no axis may shard.
+    why_whole: the reason, in messages, why no axis may shard an index of `whole`, or an index which the output lacks.
     operands: the operands' names in messages; by default operand 0, operand 1, …
     """
 
@@ -63,8 +64,8 @@ class Operation:
 def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
     """Layout of the operation's output, from the operands' layouts.
 
-    Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. The
-    message and `nearest` name the nearest layouts which the operation takes.
+    Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. Message
+    and `LayoutError.nearest` name the nearest layouts which the operation takes.
     """
     layouts = [_resolve_dims(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)
@@ -82,7 +83,7 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
 
 
 def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
-    """The output's layout; where there is none, the reason as text."""
+    """The output's layout; where there is none, the reason as text, for `infer` and for rules with a remedy."""
     mesh = one_mesh(layouts)
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
@@ -122,6 +123,7 @@ def _resolve_dims(operation: Operation, position: int, layout: Layout) -> Layout
 def least_ndim(layouts: Sequence[Layout], *dims: int) -> int:
     """The smallest number of dims to include all of `dims` and all dims sharded by the layouts.
 
+    For rules that get no shapes, and therefore do not know the number of dims.
     Raises LayoutError where a layout counts a dim from the end.
     """
     for layout in layouts:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..documents import as_type, read_json
+from ..safe_files import as_type, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 _BASE = "base_model_name_or_path"

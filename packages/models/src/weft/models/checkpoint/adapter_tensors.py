@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_type
 from ..experts import Experts
 from ..initialization import local_slices
 from ..low_rank import PROJECTIONS
 from ..parallel.lora import lora, lora_of
+from ..safe_files import as_type
 from .adapter_config import ADAPTER_CONFIG, check_patterns, read_adapter_config
 from .shards import open_safetensors
 from .stored import Stored

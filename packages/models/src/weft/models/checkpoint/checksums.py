@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.reshard.extension import as_process_mesh, axis_group, device_mesh
 
-from ..documents import read_plain
+from ..safe_files import read_plain
 from .manifest import CHECKSUMS, CONFIG, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor
 from .shards import NAMES, positional_sum, read_header, write_safetensors
 from .storage import Piece, check_sums
@@ -87,6 +87,7 @@ class FolderChecksums:
         """Raises DamagedCheckpoint where a tensor was changed after the save; only tensors read whole, by all ranks
         together, are checked.
 
+        mesh: of the ranks that read the tensors together; None: this process alone.
         Communication: with a mesh and checksums, an all-gather of the checksums along each axis, on `device`.
         """
         if self._manifest is None:

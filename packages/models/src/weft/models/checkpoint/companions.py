@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES, TOKENIZER_FILE, Tokenizer, with_named_templates
-from ..documents import links_outside, parse_json, read_plain
+from ..safe_files import links_outside, parse_json, read_plain
 from .fields import COMPANIONS
 from .manifest import Manifest
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..documents import read_json
 from ..families import FAMILIES
+from ..safe_files import read_json
 from .adapter_config import base_folder, is_adapter_folder
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, Manifest
 
@@ -89,12 +89,12 @@ def config_of(folder: str | Path) -> ModelConfig | None:
     config = read_config(folder)
     if (folder / CHECKSUMS).is_file() and CONFIG in (manifest := Manifest.read(folder, CHECKSUMS)).files:
         config = manifest.document(folder, CONFIG)
-    return parse_config(folder, config)
+    return _parse_config(folder, config)
 
 
 def checkpoint_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
     """The config of a checkpoint; None for a model outside the families. Raises as `config_of`."""
-    return parse_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
+    return _parse_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
 
 
 def model_config(model: object) -> ModelConfig | None:
@@ -104,7 +104,7 @@ def model_config(model: object) -> ModelConfig | None:
     return config if isinstance(config, ModelConfig) and type(config) in known else None
 
 
-def parse_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+def _parse_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
     """The family's config from a config.json. Raises ValueError for an unknown model."""
     read: ModelConfig = weights_of(folder, config).read_config(config)
     return read

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES
-from ..documents import links_outside
 from ..families import make_model
+from ..safe_files import links_outside
 from .adapter_config import is_adapter_folder
 from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions

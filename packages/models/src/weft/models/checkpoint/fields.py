@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import ModelConfig
-from ..documents import as_type, types_of
+from ..safe_files import as_type, types_of
 
 # Fields about the file itself and about running the model, without effect on the network. Weft saves none.
 _NO_EFFECT = frozenset(

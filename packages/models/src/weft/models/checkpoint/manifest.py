@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..documents import as_type, check_plain_name, parse_json, read_plain
+from ..safe_files import as_type, check_plain_name, parse_json, read_plain
 
 # The most elements of a tensor: torch counts elements in 64 bits.
 _MOST_ELEMENTS = 2**62

@@ -47,7 +47,8 @@ class TensorPart:
     def copy_to_cpu(self, into: TensorPart | None = None) -> TensorPart:
         """A copy of the part in CPU memory, safe from later training steps.
 
-        into: an earlier copy of the same part to overwrite: allocating memory takes longer than copying.
+        into: an earlier copy of the same part to overwrite: allocating memory takes longer than copying. None: in new
+        memory.
         """
         if into is None:
             on_gpu = self.values.is_cuda

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import RotaryConfig
-from ..documents import as_type, types_of
 from ..rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -18,6 +17,7 @@ from ..rope_scaling import (
     YarnRopeScaling,
     magnitude,
 )
+from ..safe_files import as_type, types_of
 from .stored import Repeats, Stored, tied_head
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class Snapshot:
     def copy_to_cpu(self, into: Snapshot | None = None) -> Snapshot:
         """A copy in CPU memory; training can continue while the copy is written.
 
-        into: an earlier copy, already written, whose memory is reused.
+        into: an earlier copy, already written, whose memory is reused. None: in new memory.
         """
         earlier = {} if into is None else into.parts
         parts = {name: part.copy_to_cpu(earlier.get(name)) for name, part in self.parts.items()}
@@ -54,7 +54,7 @@ class Snapshot:
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
         """Writes the checkpoint, see `save_checkpoint`.
 
-        group: of all ranks; not to be used elsewhere during the call.
+        group: of all ranks; not to be used elsewhere during the call. None: the default group.
         """
         try:
             with _without_warning():
@@ -109,7 +109,8 @@ def save_checkpoint(
     The folder also gets the model's companions (tokenizer, chat template, generation settings; see `from_pretrained`)
     and, for the families of Weft, the model's config.json. A model class of the user's own is saved without a config,
     like a subclass that changes a family's computation.
-    run: JSON values about the run, for `read_run`. tokenizer: written into the folder.
+    optimizer: None: no state is saved. run: JSON values about the run, for `read_run`; None: nothing about a run.
+    tokenizer: written into the folder; None: the tokenizer among the model's companions, if any.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank the list
     of parts to write, and gathers the results.
     Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
@@ -130,7 +131,7 @@ def load_checkpoint(
     The checkpoint's companions (tokenizer, chat template, generation settings, token ids) are attached to the model,
     and written by later saves; see `from_pretrained`.
     optimizer: of this model, of the saved kind, before the first step. Left unchanged where the checkpoint has no
-    optimizer state, as after `weft convert`.
+    optimizer state, as after `weft convert`. None: a saved state is not read.
     Returns the reader, which has counted the bytes read.
     Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; rank 0 gathers which
     parts each rank reads, and all checksums of the values read, and broadcasts the outcome.
@@ -159,7 +160,9 @@ def fill_from(
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
         saved, own = checkpoint_config(manifest, reader.folder), model_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder, further_difference=describe_difference(model, reader, absent) or "")
+            check_config(
+                saved, own, reader.folder, further_difference=_describe_difference(model, reader, absent) or ""
+            )
         check_model(model, reader, absent)
         parameters = {name: each for name, each in model.named_parameters() if name not in absent}
         _check_local_parameters(model, parameters, optimizer, reader, rounding)
@@ -192,12 +195,12 @@ def check_model(model: nn.Module, reader: FolderReader, absent: Collection[str] 
 
     absent: as for `fill_from`.
     """
-    difference = describe_difference(model, reader, absent)
+    difference = _describe_difference(model, reader, absent)
     if difference is not None:
         raise ValueError(f"{reader.folder} is of another model: {difference}; build the model that was saved")
 
 
-def describe_difference(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> str | None:
+def _describe_difference(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> str | None:
     """The first difference in name or shape between the checkpoint's tensors and the model's, or None.
 
     In words, for the errors of `check_model` and `check_config`.

@@ -48,7 +48,7 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]  # a slice of a stored part: off
 class FolderWriter(StorageWriter):
     """Writes a checkpoint into `folder`: one safetensors file for each rank with something to write, and `documents`.
 
-    optimizer: the manifest's entry, from `describe_optimizer`.
+    optimizer: the manifest's entry, from `describe_optimizer`; None for a checkpoint without optimizer state.
     Raises ValueError where the folder exists, OSError where writing fails.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_type, check_plain_name, read_json
+from ..safe_files import as_type, check_plain_name, read_json
 from .checksums import INDEX_FILE, FolderChecksums
 from .shards import open_safetensors
 from .stored import Repeats, Stored, common_dtype

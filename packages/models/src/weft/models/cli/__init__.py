@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 1 if a run stopped, 2 for unusable input, 130 after Ctrl-C."""
+    """Run a command and exit: 0, 1 if a run stopped, 2 for unusable input, 130 after Ctrl-C.
+
+    arguments: the command and its arguments; None: those of the process.
+    """
     command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         from .command import call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -36,10 +37,11 @@ def parse(
     """Parse the arguments as a `kind`, a dataclass.
 
     --help exits the program with status 0, a mistake found by tyro with a line and status 2.
-    command: the command as shown in the usage, with leading arguments.
+    command: the command as shown in the usage, as "train [RECIPE]".
     about: the text of --help above the options: headings, and indented lines, which are wrapped.
+    default: the values of options that are not given; None: the defaults of the fields of `kind`.
     compact_below: terminals with fewer columns get options without descriptions; --help-verbose has the descriptions.
-    file: the source of the arguments, if a file. A mistake then raises a ValueError of one line.
+    file: the file with the arguments, where a mistake raises a ValueError of one line; None: the command line.
     """
     arguments = [_NEGATED.sub(r"--\1no-\2", each) for each in arguments]
     if file is not None:
@@ -67,8 +69,25 @@ def parse(
     except SystemExit as end:
         if end.code:
             with report_bad_input(command.partition(" [")[0]):
-                raise ValueError(_one_line(mistakes.getvalue())) from None
+                raise ValueError(_with_remedy(_one_line(mistakes.getvalue()), kind, default)) from None
         raise
+
+
+def _with_remedy(message: str, kind: type[T], default: T | None) -> str:
+    """tyro's message of a single line, with the nearest options where tyro names none, as for a word without dashes."""
+    unknown = message.removeprefix("Unrecognized options: ")
+    if unknown == message or "; " in message:
+        return message
+    text = io.StringIO()
+    with suppress(SystemExit), redirect_stdout(text), _unwrapped():
+        default_or_none = tyro.MISSING_NONPROP if default is None else default
+        tyro.cli(kind, default=default_or_none, args=["--help"], config=(tyro.conf.AvoidSubcommands,))
+    options = dict.fromkeys(re.findall(r"--[a-z][\w.-]*", text.getvalue()))
+    near = difflib.get_close_matches(f"--{unknown.partition(',')[0].lstrip('-')}", options, n=3, cutoff=0.75)
+    remedy = f"perhaps you meant {', '.join(near)}" if near else "--help lists the options"
+    return (
+        f"{message}; {remedy}. Of the words without dashes, the first may be a recipe, and the rest are options' values"
+    )
 
 
 def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file: Path) -> T:
@@ -132,7 +151,10 @@ def batch_sizes(text: str) -> tuple[int, int]:
 
 
 class OwnOptions(argparse.ArgumentParser):
-    """A parser of few of a command's options, without --help. A mistake raises ValueError, for `report_bad_input`."""
+    """A parser of the options that a command has beside those of a run's configuration. It has no --help.
+
+    `parse_known_args` returns the remaining arguments, too. A mistake raises ValueError, for `report_bad_input`.
+    """
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)

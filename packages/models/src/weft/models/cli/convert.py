@@ -67,9 +67,8 @@ def run(arguments: list[str]) -> int:
 
         left_out: list[str] = []
         try:
-            if (
-                is_of_run and not is_checkpoint and not is_adapters
-            ):  # the final model of a run is a folder for transformers already
+            # The final model of a run is a folder for transformers already.
+            if is_of_run and not is_checkpoint and not is_adapters:
                 copy_folder(found, target)
             else:
                 left_out = convert(found, target, shard_bytes=options.shard_bytes)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,13 +18,13 @@ from ..data.examples.forms import FORMS
 from ..data.examples.records import FIELDS
 from ..data.examples.template import find_template
 from ..data.inputs import check_pyarrow, cut_file, read_records
-from ..data.kinds import Kind, kind_of
+from ..data.kinds import FileKind, kind_of
 from ..data.manifest import MANIFEST
 from ..data.parquet import column_names
 from ..data.sources import find_data
 from ..data.text import entries_under
 from ..data.tokenizer import Tokenizer
-from ..documents import read_json
+from ..safe_files import read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
 from ..train.from_folder import check_adapters, check_tokens, model_of
@@ -75,7 +75,7 @@ class EvaluateOptions:
     data: Annotated[Path, tyro.conf.arg(metavar="PATH")]
     """Examples: a file or folder of JSONL, JSON, CSV or Parquet, or a folder of `weft data prepare`."""
     task: Annotated[
-        Literal["pretrain", "sft", "dpo", "kto"] | None,
+        Task | None,
         tyro.conf.arg(metavar="{pretrain,sft,dpo,kto}", help_behavior_hint="(default: by the records)"),
     ] = None
     """The task whose examples the records are."""
@@ -178,7 +178,7 @@ def _find_inputs(options: EvaluateOptions, arguments: Sequence[str]) -> _Inputs:
     _check(options)
     folder = find_checkpoint(options.folder)
     tokenizer, config = find_tokenizer_of(folder), model_of(base_of(folder))
-    task, reason = (options.task, "as asked") if options.task is not None else find_task(options.data)
+    task, reason = (options.task, "as asked") if options.task is not None else _find_task(options.data)
     _check_losses(options, task)
     losses = with_options_of_run(options, arguments, task)
     reference = None
@@ -237,7 +237,7 @@ def _check_losses(options: EvaluateOptions, task: Task) -> None:
             )
 
 
-def find_task(path: Path) -> tuple[Task, str]:
+def _find_task(path: Path) -> tuple[Task, str]:
     """The task of the data at `path`, as prepared or by the fields of the first record; and the reason, in words.
 
     Raises ValueError for a missing path and for a record in no form of a task.
@@ -250,9 +250,9 @@ def find_task(path: Path) -> tuple[Task, str]:
     files, has_text = entries_under(path).files, False
     for file in files:
         kind = kind_of(file, (*FIELDS, "text"), is_named=path.is_file())
-        if kind is Kind.TEXT:
+        if kind is FileKind.TEXT:
             has_text = True
-        elif kind is not Kind.NONE and (names := _first_fields(file, kind, path.is_file())) is not None:
+        elif kind is not FileKind.NONE and (names := _first_fields(file, kind, path.is_file())) is not None:
             return _task_of_fields(file, names)
     if files and not has_text:
         raise ValueError(f"no record is in --data {path}; give a file or folder of examples")
@@ -275,9 +275,9 @@ def _task_of_fields(file: Path, names: Iterable[str]) -> tuple[Task, str]:
     )
 
 
-def _first_fields(file: Path, kind: Kind, is_named: bool) -> list[str] | None:
+def _first_fields(file: Path, kind: FileKind, is_named: bool) -> list[str] | None:
     """The fields of the first record in a file of records; None without a record."""
-    if kind is Kind.PARQUET:
+    if kind is FileKind.PARQUET:
         try:
             check_pyarrow(file)
         except ModuleNotFoundError as error:

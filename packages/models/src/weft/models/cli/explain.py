@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..predict.chip import Chip, load_chip
 from ..predict.golden import read_golden, write_golden
@@ -18,6 +19,9 @@ from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .golden_command import command_of, describe_ranks
 from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
+
+if TYPE_CHECKING:
+    from ..predict.memory import MemoryParts
 
 ABOUT = f"""\
   Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
@@ -70,12 +74,13 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"--rank {own_options.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}"
             )
+        parts = None
         if not own_options.json:
             from ..train.explanation import explain  # imported here because torch takes seconds
 
-            explain(title_of(name, config), config, axes, own_options.rank)
+            parts = explain(title_of(name, config), config, axes, own_options.rank)
         if chip is not None:
-            _predict(own_options, name, config, axes, chip)
+            _predict(own_options, name, config, axes, chip, parts)
         if own_options.save is not None:
             _save(own_options, run_arguments, config, axes)
     return 0
@@ -100,12 +105,17 @@ def _read_chip(options: argparse.Namespace) -> Chip | None:
 
 
 def _predict(
-    options: argparse.Namespace, name: str | None, config: TrainConfig, axes: dict[str, int], chip: Chip
+    options: argparse.Namespace,
+    name: str | None,
+    config: TrainConfig,
+    axes: dict[str, int],
+    chip: Chip,
+    parts: MemoryParts | None,
 ) -> None:
-    """Print the prediction of --chip, and write the timeline of --timeline."""
+    """Print the prediction of --chip, and write the timeline of --timeline. parts: as for `predict`."""
     from .prediction import as_values, lines_of, predict, write_timeline
 
-    found = predict(config, axes, chip)
+    found = predict(config, axes, chip, parts)
     if options.json:
         print(json.dumps(as_values(found), indent=2))
     else:

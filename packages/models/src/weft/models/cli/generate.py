@@ -14,7 +14,7 @@ from ..checkpoint.adapter_config import base_folder, is_adapter_folder
 from ..checkpoint.manifest import find_manifest
 from ..checks import check_drawing
 from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer
-from ..documents import as_type, read_json
+from ..safe_files import as_type, read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
 from ..train.from_folder import check_adapters

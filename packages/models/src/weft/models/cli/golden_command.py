@@ -18,7 +18,8 @@ from ..train.config import TrainConfig
 def command_of(arguments: Sequence[str], *, folder: Path, config: Path | None, batch: str | None) -> Command:
     """The `Command` to save in a golden file in `folder`. Called by `weft explain --save`.
 
-    arguments: of `weft explain`, without the options of explain alone. config, batch: of --config and --batch.
+    arguments: of `weft explain`, without the options of explain alone. config, batch: the values of --config and
+    --batch; None where not given.
     """
     run_arguments = list(arguments)
     recipe = run_arguments.pop(0) if run_arguments and not run_arguments[0].startswith("-") else None

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import tyro
 
-from ..documents import check_writable, write_anew
 from ..predict.chip import Chip, Rate
 from ..predict.measure import Measuring, measure
 from ..processes import ProcessFailed
+from ..safe_files import check_writable, write_anew
 from ..terminal import PROGRAM, printable
 from ..train.memory_check import gpu_count
 from .arguments import parse, report_bad_input
@@ -125,7 +125,7 @@ def _table(chip: Chip) -> str:
         speed = f"{1e-9 / rate.seconds_per_byte:.2f} GB/s" if rate.seconds_per_byte else "any size"
         lines.append(f"    {kind:<24} {rate.seconds * 1e6:.0f} us and {speed}")
     if chip.crowding > 1:
-        lines.append(f"  all processes at once      {chip.crowding:.3f} of the time alone")
+        lines.append(f"  all processes at once      {chip.crowding:.3f} times the time alone")
     parts: dict[str, list[str]] = defaultdict(list)
     for key, rate in chip.ops.items():
         *names, part, dtype = key.split(".")

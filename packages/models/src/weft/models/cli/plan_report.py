@@ -35,7 +35,7 @@ def plan_and_print(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Search the space for the run, print the results, and write the best plan to `output`.
+    """Search the space for the run, print the results, and write the best plan to `output`, if not None.
 
     name: of the recipe; None without. config: of the run, without mesh and plan. base: the recipe's configuration,
     from which printed commands differ by options. memory: bytes for a rank; None for the chip's. within: as for
@@ -65,7 +65,7 @@ def plan_and_print(
         size = size_in_words(config.model, config.model_class)
         print(f"{title_of(name, config)}: {size}; {space.processes:,} processes on {chip.name}")
         print(f"batch {rows:,} x {tokens:,} tokens; {limit / 2**30:.2f} GiB of memory for each process")
-        print("\n".join(table(found.plans, [train_command(each, name, config, base) for each in found.plans])))
+        print("\n".join(table(found.plans, [_train_command(each, name, config, base) for each in found.plans])))
         print("\n".join(certificate_lines(found.certificate, found.plans)))
     if output is not None and found.plans:
         output.write_text(as_toml(name, config_with(config, found.plans[0].candidate)), encoding="utf-8")
@@ -73,7 +73,7 @@ def plan_and_print(
             print(f"the best plan is in {output}: {PROGRAM} train --config {shlex.quote(str(output))}")
 
 
-def train_command(found: FoundPlan, name: str | None, config: TrainConfig, base: TrainConfig) -> str:
+def _train_command(found: FoundPlan, name: str | None, config: TrainConfig, base: TrainConfig) -> str:
     """The `weft train` command for a found plan. name, config, base: as for `plan_and_print`."""
     chosen = replace(config_with(config, found.candidate), output=None, resume=None)
     try:
@@ -86,7 +86,7 @@ def train_command(found: FoundPlan, name: str | None, config: TrainConfig, base:
 def table(plans: Sequence[FoundPlan], commands: Sequence[str]) -> Iterator[str]:
     """Lines about each plan: a row of numbers, the part of a step slower than in the best plan, and the command.
 
-    commands: of `train_command`, one for each plan.
+    commands: of `_train_command`, one for each plan.
     """
     yield f"{'':>3}  {'seconds':>9}  {'tokens/s':>12}  {'MFU':>6}  {'memory':>10}  plan"
     for number, (each, command) in enumerate(zip(plans, commands, strict=True), 1):
@@ -142,7 +142,7 @@ def as_values(found: FoundPlans, name: str | None, config: TrainConfig, base: Tr
                 "parts": dict(each.parts),
                 "mesh": each.candidate.axes | ({"ep": each.candidate.ep} if each.candidate.ep > 1 else {}),
                 "plan": asdict(each.candidate),
-                "command": train_command(each, name, config, base),
+                "command": _train_command(each, name, config, base),
             }
             for each in found.plans
         ],

@@ -12,12 +12,13 @@ from ..predict.advice import ChangedPlan, advise
 from ..predict.chip import Chip
 from ..predict.estimate import Estimate
 from ..predict.find_plans import parameters_of
+from ..predict.memory import MemoryParts
 from ..predict.plan_memory import PlanMemory
 from ..predict.plan_prices import PlanPrices
 from ..predict.plans import Candidate
 from ..predict.stage_traces import StageTraces
 from ..predict.timeline_picture import timeline_json, timeline_svg
-from ..terminal import PROGRAM
+from ..terminal import PROGRAM, gib
 from ..train.candidates import candidate_of, checker, config_with, step_flops, workload_of
 from ..train.config import MeshConfig, PlanConfig, TrainConfig
 from ..train.suggestions import NoOption, options_between
@@ -36,16 +37,18 @@ class Prediction:
     find_changed_plans: Callable[[], list[ChangedPlan]]  # calls `advise`, which takes seconds
 
 
-def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Prediction:
+def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip, parts: MemoryParts | None = None) -> Prediction:
     """Predict a run's step on a chip.
 
-    config, axes: from `complete_configuration`.
+    config, axes: from `complete_configuration`. parts: of the step's memory, from `explain`; None to run the step.
     Communication: none. Raises ValueError as `record`, and for a dtype without a peak in the chip.
     """
     candidate = candidate_of(config, axes)
     config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
     workload = workload_of(config)
     memory = PlanMemory(workload=workload, parameters=parameters_of(workload))
+    if parts is not None:
+        memory.learn(candidate, parts)
     prices = PlanPrices(
         workload=workload,
         chip=chip,
@@ -85,8 +88,8 @@ def lines_of(found: Prediction) -> Iterator[str]:
     for part, seconds in sorted(shares, key=lambda pair: -pair[1]):
         yield f"  {part.replace('_', ' '):15} {seconds:>10.4g} s  {seconds / estimate.seconds:>6.1%}"
     room = found.limit - found.memory_bytes
-    verdict = f"{_gib(room)} are free" if room >= 0 else f"does not fit: {_gib(-room)} too much"
-    yield f"memory of the fullest rank: {_gib(found.memory_bytes)} of {_gib(found.limit)}; {verdict}"
+    verdict = f"{gib(room)} are free" if room >= 0 else f"does not fit: {gib(-room)} too much"
+    yield f"memory of the fullest rank: {gib(found.memory_bytes)} of {gib(found.limit)}; {verdict}"
     yield from _lines_of_changes(found)
 
 
@@ -97,7 +100,7 @@ def _lines_of_changes(found: Prediction) -> Iterator[str]:
         yield "change first" if fits else "changes that fit"
     for number, each in enumerate(changes, 1):
         faster = each.seconds / found.estimate.seconds - 1
-        yield f"  {number}  {_options(found, each)}: {each.seconds:.4g} s ({faster:+.1%}), {_gib(each.memory_bytes)}"
+        yield f"  {number}  {_options(found, each)}: {each.seconds:.4g} s ({faster:+.1%}), {gib(each.memory_bytes)}"
     if not changes:
         yield (
             f"{'no single change of the plan tried is faster' if fits else 'no single change tried fits'}; search all: "
@@ -147,7 +150,3 @@ def _options(found: Prediction, change: ChangedPlan) -> str:
     except NoOption:
         return str(change.candidate)
     return shlex.join(options)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
+from ..data.examples.example import Task
 from ..train.folder import CONFIG
 from ..train.metrics_file import METRICS
 from ..train.task_config import DPOConfig, KTOConfig
@@ -30,7 +31,7 @@ class Merged:
 class _RunOptions:
     """Options in a run's config.toml."""
 
-    task: Literal["pretrain", "sft", "dpo", "kto"] = "pretrain"
+    task: Task = "pretrain"
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     reference_from: Path | None = None
     dpo: DPOConfig = field(default_factory=DPOConfig)

@@ -40,7 +40,8 @@ def read_configuration(
 
     Four sources give options, and later sources override earlier: the recipe, the resumed run's config.toml, the
     --config file, the command line.
-    arguments: the command's arguments, without options of the command alone, as --config. file: the value of --config.
+    arguments: the command's arguments, without options of the command alone, as --config. file: the value of --config,
+        None where not given.
     command: "train" or "explain", for the help text.
     about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
     Raises ValueError for unusable input, as a --model option which contradicts the folder of --from.
@@ -48,10 +49,10 @@ def read_configuration(
     own_arguments = list(arguments)
     named_recipe = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
     file_recipe, options = (None, []) if file is None else read_toml(file)
-    resumed_config = config_to_resume([*options, *own_arguments])
+    resumed_config = _config_to_resume([*options, *own_arguments])
     if resumed_config is not None:
         check_sum(resumed_config)
-    ignored_options = options_not_resumed([*options, *own_arguments])
+    ignored_options = _options_not_resumed([*options, *own_arguments])
     run_recipe, run_options = (
         (None, []) if resumed_config is None else read_toml(resumed_config, without=ignored_options)
     )
@@ -77,7 +78,7 @@ def read_configuration(
 
     origin = None
     if model.from_ is not None:
-        resumed_checkpoint = checkpoint_to_resume(model.output, model.resume)
+        resumed_checkpoint = _checkpoint_to_resume(model.output, model.resume)
         if resumed_checkpoint is not None and resumed_config is None:
             raise ValueError(
                 f"--from {model.from_} begins a new run, but --resume continues {resumed_checkpoint}; give only one "
@@ -95,7 +96,7 @@ def read_configuration(
         config = drop_unusable_mesh(parse_options(run_options, config, resumed_config), [*options, *own_arguments])
     if options:
         config = parse_options(options, config, file)
-    return name, parse_options(complete_options(own_arguments), config)
+    return name, parse_options(_complete_options(own_arguments), config)
 
 
 def base_configuration(
@@ -137,7 +138,7 @@ def origin_of(config: TrainConfig) -> Path | None:
     """
     if config.from_ is None:
         return None
-    return find_origin(config.from_, checkpoint_to_resume(config.output, config.resume))
+    return find_origin(config.from_, _checkpoint_to_resume(config.output, config.resume))
 
 
 def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
@@ -150,8 +151,8 @@ def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> Tra
 
 
 def _model_options() -> OwnOptions:
-    """A parser of the options that decide about model and defaults: --from, --model, --task, and `resume_options`."""
-    parser = resume_options()
+    """A parser of the options that decide about model and defaults: --from, --model, --task, and `_resume_options`."""
+    parser = _resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
     parser.add_argument("--task", default="pretrain")
@@ -215,7 +216,7 @@ def _options_of_model(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def complete_options(arguments: Sequence[str]) -> list[str]:
+def _complete_options(arguments: Sequence[str]) -> list[str]:
     """The arguments, with values for options that may stand alone: NEWEST for `--resume`, 1 for `--digests`."""
     ended, values = [*arguments, "--"], {"--resume": NEWEST, "--digests": "1"}
     return [
@@ -224,9 +225,9 @@ def complete_options(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def config_to_resume(arguments: Sequence[str]) -> Path | None:
+def _config_to_resume(arguments: Sequence[str]) -> Path | None:
     """The config.toml of the run to resume; None for a new run, or without such a file."""
-    options, _ = resume_options().parse_known_args(arguments)
+    options, _ = _resume_options().parse_known_args(arguments)
     if options.resume is None:
         return None
     path = Path(options.resume)
@@ -234,7 +235,7 @@ def config_to_resume(arguments: Sequence[str]) -> Path | None:
     return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
 
 
-def resume_options() -> OwnOptions:
+def _resume_options() -> OwnOptions:
     """A parser of --output and --resume, which determine the run to resume."""
     parser = OwnOptions()
     parser.add_argument("--output", type=Path)
@@ -242,20 +243,20 @@ def resume_options() -> OwnOptions:
     return parser
 
 
-def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
+def _checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
     """The checkpoint to resume from; None for a new run, or without a checkpoint. Raises as `find_to_resume`."""
     if resume == NEWEST:
         return None if output is None else newest_complete(output)[0]
     return None if resume is None else find_to_resume(Path(resume))
 
 
-def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+def _options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     """Names of options to ignore in a resumed run's config.toml: where to write, and where to send metrics.
 
     The file may come from a stranger, and must not choose these places. "track" is ignored with --resume PATH only:
     without PATH, the file is in --output, the folder of the user's own run.
     """
-    options, _ = resume_options().parse_known_args(arguments)
+    options, _ = _resume_options().parse_known_args(arguments)
     return ("output", "resume", "profile", *(() if options.resume == NEWEST else ("track",)))
 
 

@@ -26,11 +26,6 @@ def count_blocks(shape: Sequence[int]) -> int:
     return math.prod(parts_of(shape))
 
 
-def block_of(index: int, size: int, parts: int) -> int:
-    """The part with element `index` of a dim of `size` elements."""
-    return index * parts // size
-
-
 def block_slices(shape: Sequence[int]) -> list[tuple[slice, ...]]:
     """The slice of each block in the global tensor, in the blocks' order: the last dim's parts run fastest."""
     cuts = []

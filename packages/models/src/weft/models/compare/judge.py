@@ -17,7 +17,7 @@ from .structure import Structure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The difference of two runs in one tensor of a step, in the loss or in the norm, explained by rounding or not."""
+    """The difference between two runs in a tensor of a step, or in the loss or norm. Rounding may explain it or not."""
 
     step: int
     what: str  # the tensor, in words
@@ -34,7 +34,7 @@ class Finding:
     layouts: tuple[str, str] = ("", "")  # of the tensor in each run
     ops: tuple[str, ...] = ()  # Weft's ops called by the module's forward
     notes: tuple[str, ...] = ()  # lines to print: dtypes or replicas that differ
-    exact: str = ""  # the named mesh whose sums both runs take, if the bits must therefore be the same
+    exact: str = ""  # `Judge.exact`: if not "", the bits must be the same
 
     @property
     def ulps(self) -> float:
@@ -67,7 +67,7 @@ class Judge:
     _noise: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_comparable(*self.headers)
+        _check_comparable(*self.headers)
         first, second = self.headers
         self.ranks = max(self.ranks, *(math.prod(each.mesh.values()) for each in self.headers))
         stored = unit_of(first.dtype, second.dtype)
@@ -252,12 +252,15 @@ class Judge:
 
 
 def shared_exact(headers: Iterable[Header]) -> str:
-    """The named mesh, as in dp=4,tp=2, if all steps under these headers have the same bits on every mesh; else ""."""
+    """The mesh named by `plan.exact`, as "dp=4,tp=2", if steps under these headers must have the same bits; else "".
+
+    Then all runs sum in the order of the named mesh, whatever mesh the run is on.
+    """
     first, *further = (each.arithmetic for each in headers)
     return first["exact"] if first is not None and all(each == first for each in further) else ""
 
 
-def check_comparable(a: Header, b: Header) -> None:
+def _check_comparable(a: Header, b: Header) -> None:
     """Raise ValueError unless two runs train the same model, from the same seed, on the same batches."""
     if a.parameters != b.parameters:
         names = [name for name in {**a.parameters, **b.parameters} if a.parameters.get(name) != b.parameters.get(name)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..documents import append, as_type, parse_json, read_plain, write_anew
+from ..safe_files import append, as_type, parse_json, read_plain, write_anew
 from .entries import KINDS, Header, Key, StepDigests, TensorEntry
 from .grid import SKETCHES, parts_of
 

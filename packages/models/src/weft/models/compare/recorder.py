@@ -35,7 +35,7 @@ from .microbatch_tokens import MicrobatchTokens, tokens_of_microbatches
 
 
 class Recorder:
-    """Digests the steps of a model in training. Every rank has a Recorder; rank 0's gets the digests of all ranks.
+    """Digests the steps of a model in training, by a Recorder on every rank. Rank 0 has the sums over all ranks.
 
     model: after `parallelize`. batch: the number of rows of the whole batch, and of tokens in a row.
     every: digests step 1 and each multiple of `every`; 0: no step. steps: further steps, counted from 1.
@@ -47,7 +47,8 @@ class Recorder:
         self, model: nn.Module, batch: tuple[int, int], *, every: int = 1, steps: Collection[int] = ()
     ) -> None:
         self._model, self._batch, self._every, self._steps = model, batch, every, frozenset(steps)
-        self._step = self._last = 0  # the running step, and the last step with digests
+        self._step = 0  # the running step
+        self._last: int | None = None  # the last step with digests
         self.ops: dict[str, tuple[str, ...]] = {}  # Weft's ops called directly by each module's forward, of all ranks
         self._unread: list[StepDigests] = []  # for `take`
         self._arguments = ModelArguments(model)
@@ -68,10 +69,13 @@ class Recorder:
         self._own: list[Any] | None = None  # this rank's part of the table, as sent last
 
     def begin(self, step: int) -> bool:
-        """Whether step `step`, counted from 1, has digests. If so, digests the weights unless the step before did."""
+        """Whether step `step`, counted from 1, has digests.
+
+        If so, digests the weights, except where `finish` has digested these weights at the end of the step before.
+        """
         is_due = step in self._steps or bool(self._every and (step == 1 or step % self._every == 0))
         self._step = step
-        if (is_due and self._last != step - 1) or (step == 1 and is_due):
+        if is_due and self._last != step - 1:
             self._add_weights("before")
         return is_due
 
@@ -83,7 +87,7 @@ class Recorder:
         self._root_calls, self._tokens = -1, tokens_of_microbatches(self._arguments, microbatches)
         hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
-            # ops are named once: each call of each op then takes a little longer
+            # until the first `finish`, because listening makes each call of an op a little longer
             with observing(self._observe) if self._table is None else nullcontext():
                 yield
         finally:
@@ -224,7 +228,7 @@ class Recorder:
     def finish(self, loss: Tensor, norm: Tensor | None) -> None:
         """Digest the updated weights, and add the step's digests over all ranks; `take` returns the sums on rank 0.
 
-        The host waits for the device. loss, norm: of the step.
+        The host waits for the device. loss, norm: of the step; norm None: the step computed none.
         Communication: three all-reduces of the digests, and an all-reduce of a flag; if the tensors have changed since
         the last digested step, an all-gather of the tensors' keys.
         """

@@ -20,7 +20,7 @@ def compare_digests(runs: Sequence[RunDigests]) -> Judge:
     a, b = runs
     steps = sorted(a.steps.keys() & b.steps.keys())
     if not steps:
-        shown = [f"{each.folder} of {describe_steps(sorted(each.steps))}" for each in runs]
+        shown = [f"{each.folder} of {_describe_steps(sorted(each.steps))}" for each in runs]
         raise ValueError(
             f"the runs have digests of no common step: {shown[0]}, {shown[1]}; train with the same --digests"
         )
@@ -38,7 +38,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunDigests]:
     return [read_digests(each) for each in folders]
 
 
-def describe_steps(steps: Sequence[int]) -> str:
+def _describe_steps(steps: Sequence[int]) -> str:
     """Steps in words: "step 1" or "12 steps, 1 to 110". steps: in ascending order."""
     if not steps:
         return "no step"
@@ -46,7 +46,10 @@ def describe_steps(steps: Sequence[int]) -> str:
 
 
 def differing_facts(runs: Sequence[RunDigests]) -> dict[str, tuple[str | None, str | None]]:
-    """By name: a fact's values in two runs with `plan.exact`, where the values differ; empty if a run is without."""
+    """The entries of `Header.arithmetic` that differ between two runs: {name: the value in each run, None if absent}.
+
+    Empty if a run has no `plan.exact`.
+    """
     a, b = (each.header.arithmetic for each in runs)
     if a is None or b is None:
         return {}

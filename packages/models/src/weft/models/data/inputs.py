@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import install_command
-from .kinds import BOM, TABLE_DELIMITERS, Kind, kind_of
+from .kinds import BOM, TABLE_DELIMITERS, FileKind, kind_of
 from .parquet import read_column, row_groups
 from .text import entries_under
 
@@ -32,7 +32,7 @@ class FileRange:
     stop: int
     is_named: bool  # whether the caller named the file; a named file is not skipped
     nbytes: int  # about the bytes to read
-    kind: Kind = Kind.TEXT  # how the file is read
+    kind: FileKind = FileKind.TEXT  # how the file is read
     passed: str = ""  # description of an entry of a folder that is no file; empty for files
 
 
@@ -128,7 +128,7 @@ def cut_inputs(
 
 
 def _entry_piece(path: Path, description: str) -> FileRange:
-    return FileRange(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=description)
+    return FileRange(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=FileKind.NONE, passed=description)
 
 
 def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[FileRange]:
@@ -136,17 +136,17 @@ def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> It
     groups: list[int] = []
     try:
         kind = kind_of(file, (columns.field,), is_named=is_named)
-        if kind is Kind.PARQUET:
+        if kind is FileKind.PARQUET:
             check_pyarrow(file)
             groups = row_groups(file, columns.name)
-        if kind is Kind.TABLE:
+        if kind is FileKind.TABLE:
             _check_table(file, columns.name)
     except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not apply
         raise ValueError(str(error)) from None
     except ValueError:
         if is_named or not columns.skip_bad:
             raise
-        kind = Kind.NONE
+        kind = FileKind.NONE
     yield from cut_file(file, kind, is_named, part_bytes, groups)
 
 
@@ -156,12 +156,12 @@ def check_pyarrow(file: Path) -> None:
         raise ModuleNotFoundError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
 
 
-def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Sequence[int]) -> Iterator[FileRange]:
+def cut_file(file: Path, kind: FileKind, is_named: bool, part_bytes: int, groups: Sequence[int]) -> Iterator[FileRange]:
     """The pieces of a file, each of about `part_bytes`. groups: of Parquet, the bytes of each row group."""
     size = file.stat().st_size
-    if kind is Kind.PARQUET:
+    if kind is FileKind.PARQUET:
         pieces = [(i, i + 1, nbytes) for i, nbytes in enumerate(groups)]
-    elif kind is Kind.LINES:
+    elif kind is FileKind.LINES:
         starts = range(0, size, part_bytes)
         pieces = [(start, min(start + part_bytes, size), min(part_bytes, size - start)) for start in starts]
     else:
@@ -189,12 +189,12 @@ def _read(piece: FileRange, columns: Columns, left_out: LeftOut) -> Iterable[str
     if piece.passed:
         left_out.passed.append(piece.passed)
         return ()
-    if piece.kind is Kind.NONE:
+    if piece.kind is FileKind.NONE:
         left_out.skipped.append(str(piece.path))
         return ()
-    if piece.kind is Kind.TEXT:
+    if piece.kind is FileKind.TEXT:
         return _read_text(piece, left_out)
-    if piece.kind is Kind.PARQUET:
+    if piece.kind is FileKind.PARQUET:
         return (text or "" for text in read_column(piece.path, columns.name, list(range(piece.start, piece.stop))))
     return _texts_of(read_records(piece), columns, left_out)
 
@@ -243,7 +243,7 @@ def read_records(piece: FileRange) -> Iterator[tuple[RecordPlace, Any]]:
     A record is any value of JSON, a `BadRecord` or `BLANK`; for a table, a dict of texts.
     Raises ValueError for an unreadable list or table.
     """
-    return {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece)
+    return {FileKind.LINES: _read_lines, FileKind.LIST: _read_list, FileKind.TABLE: _read_table}[piece.kind](piece)
 
 
 def _read_text(piece: FileRange, left_out: LeftOut) -> Iterator[str]:

@@ -32,7 +32,7 @@ _MAGIC = (
 )
 
 
-class Kind(Enum):
+class FileKind(Enum):
     """How the documents of a file are read."""
 
     TEXT = "text"  # the file is a document
@@ -43,20 +43,20 @@ class Kind(Enum):
     NONE = "none"  # not text
 
 
-def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> Kind:
+def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> FileKind:
     """The kind of a file, by its suffix in any capitals: JSON lines, JSON, CSV, TSV, Parquet, plain text.
 
     A file of another suffix is text, unless the first bytes are those of a binary format or of JSON.
     fields: the fields of records, such as the field with the text. An object alone in a file is a record if the object
         has one of these fields.
     is_named: whether the caller named the file; otherwise the file is in a named folder. In a folder, a file without
-        text is `Kind.NONE`, and an object without these fields, such as a program's settings, is text.
+        text is `FileKind.NONE`, and an object without these fields, such as a program's settings, is text.
     Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another
     kind.
     """
     suffix = file.suffix.lower()
     if suffix in PARQUET_SUFFIXES:
-        return Kind.PARQUET
+        return FileKind.PARQUET
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES)
     has_known_suffix = suffix in LINES_SUFFIXES or suffix in TABLE_DELIMITERS
@@ -64,11 +64,11 @@ def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> Kind:
         if is_named or has_known_suffix:
             format_name, remedy = format_and_remedy
             raise ValueError(f"{file} is {format_name}, not text in UTF-8; {remedy}")
-        return Kind.NONE
+        return FileKind.NONE
     if has_known_suffix:
-        return Kind.LINES if suffix in LINES_SUFFIXES else Kind.TABLE
+        return FileKind.LINES if suffix in LINES_SUFFIXES else FileKind.TABLE
     if suffix in TEXT_SUFFIXES:
-        return Kind.TEXT
+        return FileKind.TEXT
     records, is_json = _records(file, fields)
     if suffix == ".json" and records is not None:
         return records
@@ -82,7 +82,7 @@ def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> Kind:
             f"{file} holds JSON, but has the suffix {file.suffix!r}; name it .jsonl if each line is an object, .json "
             f"if the file is a list of objects, or .txt to train on the JSON as text"
         )
-    return Kind.TEXT
+    return FileKind.TEXT
 
 
 def _not_text(head: bytes) -> tuple[str, str] | None:
@@ -95,12 +95,12 @@ def _not_text(head: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _records(file: Path, fields: Collection[str]) -> tuple[Kind | None, bool]:
+def _records(file: Path, fields: Collection[str]) -> tuple[FileKind | None, bool]:
     """The kind of a file with records of JSON, or None; and whether the file begins as JSON does."""
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES).removeprefix(BOM).lstrip()
         if re.match(rb'\[\s*\{\s*["}]', head):
-            return Kind.LIST, True
+            return FileKind.LIST, True
         if re.match(rb'\[\s*"', head):
             return None, True
         if not re.match(rb'\{\s*["}]', head):
@@ -112,7 +112,7 @@ def _records(file: Path, fields: Collection[str]) -> tuple[Kind | None, bool]:
     except (ValueError, RecursionError):  # an object of several lines, or none
         return None, True
     return (
-        Kind.LINES if second.startswith(b"{") or (not second and any(field in record for field in fields)) else None
+        FileKind.LINES if second.startswith(b"{") or (not second and any(field in record for field in fields)) else None
     ), True
 
 

@@ -20,6 +20,7 @@ def train_tokenizer(
     """Learn byte-level BPE (Sennrich et al. 2016) from documents, and save the tokenizer as a folder, complete or
     not at all.
 
+    columns: where the text of a record is; None: the defaults of `Columns`.
     The end of a document is <|endoftext|>, token 0. The tokenizer has fewer than `vocab_size` tokens where the text
     has no more pairs to merge.
     Raises ValueError for unusable input, a vocabulary below 257, an output that exists, and without the library.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..documents import as_type, check_plain_name, parse_json, read_plain
+from ..safe_files import as_type, check_plain_name, parse_json, read_plain
 from .examples.example import SEGMENTS, Task
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..documents import as_type
 from ..processes import ProcessFailed, run_together
+from ..safe_files import as_type
 from ..versions import versions
 from .contents import Contents, Texts, Unusable
 from .inputs import Columns, InputPart, LeftOut, newest_time
@@ -83,7 +83,8 @@ def prepare(
     output folder within an input is not read as input.
     bos, eos: the tokens around each document, see `boundary_tokens`; kept in the manifest's request.
     task: except for pretrain, the inputs are records of examples; of columns, bos and eos, only columns.skip_bad is
-        then used. template: the chat template of messages.
+        then used. template: the chat template of messages; None: for records of text alone.
+    columns: None: the defaults of `Columns`.
     workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard the
         main module.
     part_bytes: bytes of input for each shard, about. progress: called while inputs are read; see `Progress`.

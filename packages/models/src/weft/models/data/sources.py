@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from .byte_tokens import BYTE_END
 from .inputs import Columns, InputPart, LeftOut, find_parts, read_part
-from .kinds import Kind, kind_of
+from .kinds import FileKind, kind_of
 from .text import BytesOfText, entries_under, first_words
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MOST_BYTES = 1 << 30  # each process holds the texts in memory
 
 @dataclass(frozen=True, slots=True)
 class Records(BytesOfText):
-    """The texts of a file or a folder with records, read by a run itself; a token is a byte. Made by `find_records`."""
+    """The texts of a file or folder with records, read by a run itself; a token is a byte. Made by `_find_records`."""
 
     name: str
     parts: tuple[InputPart, ...]
@@ -56,7 +56,7 @@ class Records(BytesOfText):
 
         tokens, ends = np.empty(self.num_tokens, dtype=np.uint16), []
         place = 0
-        for text in texts_of(self.parts, LeftOut(empty=0, skipped=[], bad=0, passed=[])):
+        for text in _texts_of(self.parts, LeftOut(empty=0, skipped=[], bad=0, passed=[])):
             content = text.encode()
             stop = place + len(content)
             if stop < self.num_tokens:
@@ -69,17 +69,17 @@ class Records(BytesOfText):
         return RecordStream(tokens, np.array(ends, dtype=np.int64))
 
 
-def holds_records(path: Path) -> bool:
+def _holds_records(path: Path) -> bool:
     """Whether a file, or any file of a folder, holds records of JSON, CSV or Parquet.
 
     Raises ValueError as `kind_of` does.
     """
     found = entries_under(path).files
     kinds = {kind_of(file, (COLUMNS.field,), is_named=path.is_file()) for file in found}
-    return bool(kinds - {Kind.TEXT, Kind.NONE})
+    return bool(kinds - {FileKind.TEXT, FileKind.NONE})
 
 
-def find_records(path: Path) -> Records:
+def _find_records(path: Path) -> Records:
     """The documents under `path`: texts, and records with a text in the field or column "text".
 
     Raises ValueError for a record without the field, a file that cannot be read, and more than 1 GiB.
@@ -92,7 +92,7 @@ def find_records(path: Path) -> Records:
                 f"{path} has {nbytes:,} bytes of records, more than the {MOST_BYTES:,} that are read at once"
             )
         left_out, digest, num_tokens, prompt = LeftOut(empty=0, skipped=[], bad=0, passed=[]), hashlib.sha256(), 0, ""
-        for text in texts_of(parts, left_out):
+        for text in _texts_of(parts, left_out):
             content = text.encode()
             digest.update(content + b"\xff")  # a byte absent from UTF-8 marks the end
             num_tokens += len(content) + 1
@@ -107,7 +107,7 @@ def find_records(path: Path) -> Records:
     return Records(str(path), parts, num_tokens, digest.hexdigest(), prompt or " ", skipped, tuple(left_out.passed))
 
 
-def texts_of(parts: tuple[InputPart, ...], left_out: LeftOut) -> Iterator[str]:
+def _texts_of(parts: tuple[InputPart, ...], left_out: LeftOut) -> Iterator[str]:
     """The texts of all parts. left_out: an empty `LeftOut`, which is filled while the texts are read."""
     for part in parts:
         yield from read_part(part, COLUMNS, left_out)
@@ -276,7 +276,7 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
 
 
 def parse_mixture(path: Path | None, mixture: Sequence[str]) -> list[tuple[Path, Fraction]]:
-    """The names and weights of a mixture given as "books=0.7".
+    """The names and weights of a mixture given as "books=0.7". path: the value of data.path, None where not given.
 
     Raises ValueError for a bad weight, and where `path` is given as well.
     """
@@ -324,7 +324,7 @@ def _find(path: Path | None) -> Corpus | Records | Prepared:
     if path is None or not path.exists():
         return find_corpus(path)
     if not (lexists(path / MANIFEST) or any(path.glob("tokens-*.bin"))):
-        return find_records(path) if holds_records(path) else find_corpus(path)
+        return _find_records(path) if _holds_records(path) else find_corpus(path)
     found = find_prepared(path)
     if found.manifest.task != "pretrain":
         raise ValueError(f"{path} was prepared for --task {found.manifest.task}; give --task {found.manifest.task}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..terminal import printable
-from .kinds import BOM, Kind, kind_of
+from .kinds import BOM, FileKind, kind_of
 from .tokenizer import Tokenizer, byte_tokenizer
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _read_texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ..
     texts, skipped, num_bytes, digest = [], [], 0, hashlib.sha256()
     for file in files:
         content = file.read_bytes().removeprefix(BOM)
-        if _bad_byte(content) is not None or kind_of(file, (), is_named=False) is Kind.NONE:
+        if _bad_byte(content) is not None or kind_of(file, (), is_named=False) is FileKind.NONE:
             skipped.append(file)
         elif content:
             texts.append(file)

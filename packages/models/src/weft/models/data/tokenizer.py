@@ -13,7 +13,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from ..documents import parse_json, read_plain
+from ..safe_files import parse_json, read_plain
 from ..terminal import install_command
 from .byte_tokens import (
     BYTE_END,

@@ -108,7 +108,7 @@ def ordered_positions(positions: Any) -> Any:
 
 
 def in_order(tokens: DTensor, order: Runs | RowOrders | None) -> DTensor:
-    """Attach the order of layout to `tokens`, and return `tokens`."""
+    """Attach the order of layout to `tokens`, and return `tokens`. order: None for reading order, which is no order."""
     if order is not None:
         setattr(tokens, _ORDER, order)
     return tokens
@@ -119,7 +119,8 @@ def check_order(
 ) -> None:
     """Raises ValueError unless tokens sharded over "cp" and their positions tell one order.
 
-    order: of the tokens, as of `order_of`. model, argument: names of the model and of the tokens' argument, for errors.
+    order: of the tokens, as of `order_of`. context: of the plan: only under "all_gather" must there be an order.
+    model, argument: names of the model and of the tokens' argument, for errors.
     """
     if isinstance(positions, OrderedPositions):
         check_one_batch(order, positions.order, "positions")
@@ -201,7 +202,8 @@ def lay_out_batch(
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
     has context. The stages of "pp" have the same rows.
 
-    tokens, targets, positions, documents, numbers: plain tensors [B, T] of ints.
+    tokens, targets, positions, documents, numbers: plain tensors [B, T] of ints. None: the batch has none, except
+        that positions are counted from 0 where the layout changes the order of tokens.
     numbers: of a token's document, as `documents`, but laid out as the targets: for `document_sums`.
     rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
@@ -316,7 +318,7 @@ def prepare_rows(
     """Cut rows by documents and plan all exchanges of keys, ahead of `lay_out_batch` with the same documents.
 
     The tensor `documents` keeps the results: give `lay_out_batch` the same object. The trainer's reading thread calls
-    this function, to save the time in the step. dtype: of the queries.
+    this function, to save the time in the step. documents: None: nothing is done. dtype: of the queries.
     Communication: none, apart from making the mesh's process groups.
     """
     order = cut_rows(mesh, plan, documents)

@@ -44,7 +44,7 @@ PlacementTexts = tuple[str, ...]  # the text of a placement for each axis
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's call
 
 
-def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
+def _column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
     """The names of column-parallel modules, grouped by their parent's name. Siblings reshard a common input once."""
     siblings: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -66,7 +66,7 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
     plan, styles = module_plan.plan, module_plan.styles
     modules = dict(model.named_modules())
     name_counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    for parent, names in column_siblings(styles).items():
+    for parent, names in _column_siblings(styles).items():
         shared_by = {f"{parent}.{each}".lstrip(".") for each in getattr(modules[parent], "sharing_input", ())}
         if shared_by == {*names}:  # the parent's input is the input of all siblings
             _hook_first_argument(modules[parent], _replicate_input)

@@ -29,7 +29,7 @@ _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """The adapters of a model. Made by `lora`, found by `lora_of`."""
+    """The options of a model's adapters, and the adapters' names. Made by `lora`, found by `lora_of`."""
 
     rank: int
     alpha: float
@@ -70,8 +70,8 @@ def lora(
         (key, the adapter's name, element), the same on every mesh. Not for adapters of experts.
     May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
     column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. Adapters
-    of experts are sharded over "ep" as the experts are. Adapters add no reduction to a block. A `GradientSync` made
-    afterwards reduces the adapters' gradients only.
+    of experts are sharded over "ep" as the experts are. A block's forward and backward communicate as without adapters.
+    A `GradientSync` made afterwards reduces the adapters' gradients only, over "tp" those of replicated A and B.
     Communication: none.
     Raises ValueError for a rank, alpha or dropout out of range; for a dtype other than a floating-point dtype of 16
     bits or more; for a target matching nothing, a module other than a linear layer, a layer whose weight is tied to

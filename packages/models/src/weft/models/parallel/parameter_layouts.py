@@ -16,7 +16,7 @@ from ..low_rank import Adapter, adapted_parameter
 from .experts.placement import expert_layout
 from .styles import TENSOR_AXIS, ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
 
-HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `split_tensor_axis`
+HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `_split_tensor_axis`
 
 
 def layers_with_few_heads(model: nn.Module, styles: dict[str, Style], ranks: int) -> dict[str, int]:
@@ -98,7 +98,7 @@ def parameter_layouts(
             if isinstance(module, Adapter):
                 layouts[name] = adapter_layout(layouts[adapted_parameter(module_name)], leaf, parameter.ndim)
             elif module_name in num_heads:
-                layouts[name] = Layout(split_tensor_axis(mesh, num_heads[module_name]), {HEADS_AXIS: Shard(0)})
+                layouts[name] = Layout(_split_tensor_axis(mesh, num_heads[module_name]), {HEADS_AXIS: Shard(0)})
             elif module_name in expert_meshes:
                 layouts[name] = expert_layout(expert_meshes[module_name], _placements(styles[module_name], leaf))
             else:
@@ -138,7 +138,7 @@ def adapter_layout(weight: Layout, leaf: str, ndim: int) -> Layout:
     return Layout(weight.mesh, [each if each in sharded else Replicate() for each in weight.placements])
 
 
-def split_tensor_axis(mesh: ProcessMesh, heads: int) -> ProcessMesh:
+def _split_tensor_axis(mesh: ProcessMesh, heads: int) -> ProcessMesh:
     """The mesh with its tensor axis unflattened into tp_heads, of size `heads`, and tp_copies."""
     return mesh.unflatten(TENSOR_AXIS, **{HEADS_AXIS: heads, COPIES_AXIS: mesh.axis_size(TENSOR_AXIS) // heads})
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from typing import get_args
 
 from ..exact import check_parts, check_sizes
+from ..plan_options import Context, Recompute, TokenTransport, Zero
 from ..schedules.pipeline_plan import PipelinePlan
 from .styles import TENSOR_AXIS, Preparation, Style, as_styles
-
-Context = Literal["all_gather", "ulysses"]
-Recompute = Literal["none", "selective", "full"]
-TokenTransport = Literal["exchange", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,7 @@ class ParallelPlan:
     loss_parallel: bool = True
     recompute: Recompute = "none"
     blocks: tuple[str, ...] = ("layers.*",)
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     zero_over: Sequence[str] | None = None
     regather: bool = True
     experts: ExpertPlan | None = None
@@ -113,7 +110,7 @@ class ParallelPlan:
                 f"ParallelPlan: recompute is {self.recompute!r}; it must be one of "
                 f"{', '.join(map(repr, get_args(Recompute)))}"
             )
-        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
+        if isinstance(self.zero, bool) or self.zero not in get_args(Zero):
             raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
         if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
             raise ValueError(

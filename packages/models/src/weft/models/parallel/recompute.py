@@ -21,7 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from weft.reshard.extension import COMMUNICATING, is_compiling, record_received, replay_received
 
 from ..low_rank import LowRank
-from .plan import ParallelPlan, Recompute
+from ..plan_options import Recompute
+from .plan import ParallelPlan
 from .resolve import nearest
 
 _COMPILED = "_is_compiled"  # attribute of a recomputed block whose forward is compiled

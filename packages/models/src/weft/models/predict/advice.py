@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..schedules.schedule import Name
+from ..schedules.schedule import ScheduleName
 from .plan_prices import ACTIVATIONS, TIME, PlanPrices
 from .plans import RECOMPUTES, ZEROS, Candidate
 from .search import Bound, search
 
 MOST = 5  # plans returned
 TRIED = 8  # plans tried; a price costs a run on shapes
-SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2))  # to try, with stages on a rank
+SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2))  # to try, with stages on a rank
 WORTH = 0.005  # least share of the step to be saved
 
 

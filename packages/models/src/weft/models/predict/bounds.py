@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import add, sub
 from typing import NamedTuple
 
-from ..schedules.schedule import Name
+from ..schedules.schedule import ScheduleName
 from ..step.communication import Phase
 from .chip import Chip
 from .events import Compute, Event, Start, Trace, Wait
@@ -32,13 +32,15 @@ def pipeline_floor(
     *,
     ranks: int,
     microbatches: int,
-    schedule: Name | None,
+    schedule: ScheduleName | None,
     message: float = 0.0,
     first_backward: Sequence[float] | None = None,
 ) -> float:
     """A lower bound of a pipeline's seconds, in any order of the actions.
 
-    forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. message: seconds of a
+    forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. schedule: None: any schedule
+    but zero_bubble.
+    message: seconds of a
     message between stages. first_backward: seconds of the first microbatch's backward, whose gradients are new; later
     microbatches add to these. None: as `backward`.
     A rank begins after the first microbatch has passed all earlier stages, and computes all microbatches. After the
@@ -186,7 +188,7 @@ def _sums(
     for phase in PHASES:
         for segment in trace.select(phase=phase, microbatch=microbatch):
             launches = sum(event.num_launches for event in segment.events if isinstance(event, Compute))
-            device = seconds_in_order(segment.events, work, transfer)
+            device = _seconds_in_order(segment.events, work, transfer)
             is_forward = phase == "forward"
             found = Seconds(device, 0.0, launches * host) if is_forward else Seconds(0.0, device, 0.0, launches * host)
             if not segment.blocks:
@@ -196,7 +198,7 @@ def _sums(
     return tuple(accumulate([totals["before"], *blocks, totals["after"]], Seconds.plus))
 
 
-def seconds_in_order(
+def _seconds_in_order(
     events: Sequence[Event], work: Callable[[Compute], float], transfer: Callable[[Start], float]
 ) -> float:
     """The device's seconds for a segment: work in order, collectives beside the work, waits for collectives.
@@ -318,14 +320,14 @@ def floor_seconds(compute: Compute, chip: Chip) -> float:
     if rate is not None:
         return rate.seconds_per_byte * compute.nbytes + rate.seconds_per_flop * compute.flops
     if compute.kind == "product":
-        return compute.flops / best_speed(compute.dtype, chip)
+        return compute.flops / _best_speed(compute.dtype, chip)
     if compute.kind == "attention":
         share = chip.attention_reachable["backward" if compute.part == "backward" else "forward"]
         return max(moved, compute.flops / (chip.peak(compute.dtype) * share))
     return moved
 
 
-def best_speed(dtype: str, chip: Chip) -> float:
+def _best_speed(dtype: str, chip: Chip) -> float:
     """An upper bound of the FLOP/s of any product's price: of the fastest measured product, or the sustained peak."""
     measured = [each.flops / each.seconds for each in chip.products if each.dtype == dtype]
     return max(measured) if measured else chip.sustained_peak(dtype)

@@ -100,6 +100,8 @@ class Chip:
     collectives: Mapping[str, Rate] = field(default_factory=dict)
     collective_host_seconds: float = 0.0  # of the thread that computes, on a measured CPU, to issue a collective
     crowding: float = 1.0  # factor on computing times in a run of several ranks
+    # On a measured CPU, ranks drift apart: t seconds after a collective, a rank waits drift * sqrt(t) for the others.
+    drift: float = 0.0
     threads: int | None = None  # of a process, on a measured CPU; None for a GPU
     source: str = ""
 
@@ -129,9 +131,10 @@ class Chip:
     def rate(self, name: str, part: str, dtype: str = "") -> Rate | None:
         """The measured rate of an op's part, such as ("rms_norm", "forward", "bfloat16"); None where not measured.
 
-        The part "recompute", and every part of an op of torch such as "aten.add", falls back on the forward's rate.
+        The parts "recompute" and "repeat", and every part of an op of torch such as "aten.add", fall back on the rate
+        of forward.
         """
-        parts = (part, "forward") if part == "recompute" or name.startswith("aten.") else (part,)
+        parts = (part, "forward") if part in ("recompute", "repeat") or name.startswith("aten.") else (part,)
         keys = (f"{name}.{each}{suffix}" for each in parts for suffix in (f".{dtype}", ""))
         return next((self.ops[key] for key in keys if key in self.ops), None)
 
@@ -177,8 +180,8 @@ class Chip:
     def levels_of(self, size: int, stride: int, *, world: int | None = None) -> tuple[tuple[Level, int], ...]:
         """The levels used by a group, innermost first: (level, members or subgroups connected there).
 
-        size: ranks in the group. stride: distance in ranks of the group's neighbours. world: ranks in the run; a run
-        within a level uses no outer level. Ranks are numbered consecutively in each level.
+        size: ranks in the group. stride: distance in ranks of the group's neighbours. Ranks are numbered consecutively
+        in each level. world: ranks in the run: a run within a level uses no outer level. None: a run of any size.
         A group of 16 neighbours on nodes of 8: ((NVLink, 8), (InfiniBand, 2)). Raises ValueError for a group larger
         than the machine.
         """

@@ -6,13 +6,12 @@ A number stands alone, or with the source: `{ value = 132, source = "data sheet"
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..documents import read_plain
+from ..safe_files import parse_toml, read_plain
 
 UNLIMITED = 2**24  # `Level.ranks` of links between all ranks
 # Default share of the peak sustained by attention, measured on 8 to 64 H100s with context parallelism: 580 to 602
@@ -20,13 +19,14 @@ UNLIMITED = 2**24  # `Level.ranks` of links between all ranks
 ATTENTION = {"forward": 0.60, "backward": 0.555}
 LARGEST = 2**20  # bytes of a file; `weft measure` writes about 20 thousand
 MOST_PRODUCTS, MOST_OPS, MOST_LEVELS = 4096, 4096, 16
-_DEEPEST = 8  # dots in a name; names of a chip's numbers have at most four
+_DEEPEST = 8  # tables inside tables; rates of a chip have at most four
 _HIGHEST = 1e24  # of any number: FLOP/s, bytes, bytes/s, seconds
 _FIELDS = (
     "name", "source", "threads", "peaks", "reachable", "reachable_by_dtype", "sustained", "multiprocessors",
     "tiles",
     "memory_bytes", "memory_bandwidth", "memory_reachable", "levels", "host_seconds",
     "launch_seconds", "attention_reachable", "ops", "products", "collectives", "crowding", "collective_host_seconds",
+    "drift",
 )  # fmt: skip
 _OF_LEVEL = ("name", "ranks", "bandwidth", "peer_bandwidth", "reachable", "latency", "slowdown")
 _OF_RATE = ("seconds", "seconds_per_byte", "seconds_per_flop", "seconds_per_score", "adds_products")
@@ -57,15 +57,7 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ValueError(f"chip {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"chip {error}") from None
-    try:
-        text = content.decode("utf-8")
-        if any(line.partition("=")[0].count(".") > _DEEPEST for line in text.splitlines()):  # minutes for tomllib
-            raise RecursionError
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"chip {path} nests too deeply to be read; no number of a chip has so many dots") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number with more digits than Python reads
-        raise ValueError(f"chip {path} is not TOML: {error}") from None
+    return parse_toml(content, f"chip {path}", "no number of a chip has so many dots")
 
 
 def as_toml(values: Mapping[str, Any], comment: str) -> str:
@@ -77,7 +69,7 @@ def as_toml(values: Mapping[str, Any], comment: str) -> str:
         document.add(tomlkit.comment(line))
     for name in ("name", "source", "threads", "reachable", "sustained", "multiprocessors", "memory_bytes",
                  "memory_bandwidth", "memory_reachable", "host_seconds", "launch_seconds", "crowding",
-                 "collective_host_seconds"):  # fmt: skip
+                 "collective_host_seconds", "drift"):  # fmt: skip
         if (value := values[name]) is not None:
             document.add(name, value)
     document.add("tiles", [list(each) for each in values["tiles"]])
@@ -157,6 +149,7 @@ def _chip(values: Mapping[str, Any]) -> dict[str, Any]:
         "collective_host_seconds": _number(
             values.get("collective_host_seconds", 0.0), "collective_host_seconds", zero=True
         ),
+        "drift": _number(values.get("drift", 0.0), "drift", zero=True),
         "ops": dict(_rates(values.get("ops", {}), "ops")),
         "collectives": dict(_rates(values.get("collectives", {}), "collectives")),
         "products": tuple(

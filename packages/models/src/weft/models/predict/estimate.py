@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from ..schedules.schedule import Schedule
 from .chip import Chip
 from .events import Event, Start, Trace
-from .pipeline_time import Stages, time_pipeline
-from .timeline import Part, Timeline, time_step
+from .pipeline_time import StageBlocks, time_pipeline
+from .timeline import Timeline, TimePart, time_step
 
 PIPELINE_AXIS = "pp"
 
@@ -22,10 +22,10 @@ class Estimate:
     seconds: float
     tokens_per_second: float  # over all ranks
     mfu: float  # the model's FLOP/s, divided by the peak FLOP/s of all devices
-    parts: dict[Part, float]  # `Timeline.parts` of the slowest rank; the sum is `seconds`
+    parts: dict[TimePart, float]  # `Timeline.parts` of the slowest rank; the sum is `seconds`
     timeline: Timeline
 
-    def share(self, part: Part) -> float:
+    def share(self, part: TimePart) -> float:
         """A part's seconds, divided by the step's."""
         return self.parts[part] / self.seconds if self.seconds else 0.0
 
@@ -38,7 +38,7 @@ def estimate(
     tokens: int,
     flops: float,
     schedule: Schedule | None = None,
-    stages: Stages | None = None,
+    stages: StageBlocks | None = None,
     compiled: bool = False,
     dtype: str = "bfloat16",
     keep_spans: bool = False,

@@ -12,7 +12,12 @@ from typing import Literal
 
 from ..step.communication import Phase
 
-Kind = Literal["product", "attention", "memory", "optimizer"]
+OpKind = Literal["product", "attention", "memory", "optimizer"]
+# "recompute": an op's own function, which computes a norm's or gate's output again in place of saving the output.
+# "repeat": the op's forward, run again in backward by a recomputed block of the model.
+ComputePart = Literal["forward", "backward", "recompute", "repeat"]
+Place = Literal["before", "block", "after"]  # before the first block (embedding), in a block, after the last (head)
+Purpose = Literal["", "gradients", "parameters"]  # a sum of gradients, a gather of parameters, or neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +25,8 @@ class Compute:
     """Work of the device: a call of a Weft op's function, or of an op of torch outside Weft's ops."""
 
     name: str  # of Weft's op, as "rms_norm", or of torch's, as "aten.add"
-    part: Literal["forward", "backward", "recompute"]
-    kind: Kind  # "product" and "attention" are bound by operations, the rest by bytes
+    part: ComputePart
+    kind: OpKind  # "product" and "attention" are bound by operations, the rest by bytes
     dtype: str  # of the first floating operand, as "bfloat16"
     nbytes: int  # of all operands read and results written, each once
     flops: int = 0  # of products and attention
@@ -42,7 +47,7 @@ class Start:
     size: int  # ranks in the group
     stride: int  # distance of neighbours in the group, in ranks
     nbytes: int  # received by the rank
-    purpose: Literal["", "gradients", "parameters"] = ""  # a sum of gradients, a gather of parameters, or neither
+    purpose: Purpose = ""
     module: str = ""  # as of `Compute`
 
 
@@ -63,7 +68,7 @@ class Segment:
     phase: Phase
     microbatch: int  # number among `Trace.times`; -1 in the phases "gradients" and "optimizer"
     blocks: tuple[int, ...]  # numbers of the alike blocks that each have these events; () outside blocks
-    place: Literal["before", "block", "after"]  # before the first block (embedding), in a block, after the last (head)
+    place: Place
     events: tuple[Event, ...]
 
 

@@ -16,6 +16,7 @@ from ..checks import check_tensor_parallel
 from ..experts import Experts
 from ..parallel.plan import ParallelPlan
 from ..step.alike import block_names
+from ..terminal import gib
 from .bounds import Parameters
 from .chip import Chip, load_chip
 from .estimate import Estimate
@@ -111,7 +112,8 @@ def search_plans(
 ) -> FoundPlans:
     """Find the fastest plans of a space. Called by `find_plans` and by the command `weft plan`.
 
-    check: as for `enumerate_candidates`. flops: of the model in a step, without recomputation; None: as traced.
+    memory: bytes for a rank; None: the chip's. check: as for `enumerate_candidates`. flops: of the model in a step,
+        without recomputation; None: as traced.
     Further arguments and errors: as for `find_plans`.
     """
     limit = chip.memory_bytes if memory is None else memory
@@ -119,8 +121,8 @@ def search_plans(
     states = parameters.total + parameters.trained * (1 + parameters.states)
     if states / space.processes > limit:
         raise ValueError(
-            f"weights, gradients and optimizer states take {_gib(states)}, {_gib(states / space.processes)} for each "
-            f"of {space.processes:,} processes at least, and {_gib(limit)} are given; give more memory, or "
+            f"weights, gradients and optimizer states take {gib(states)}, {gib(states / space.processes)} for each "
+            f"of {space.processes:,} processes at least, and {gib(limit)} are given; give more memory, or "
             f"{math.ceil(states / limit):,} processes or more"
         )
     enumeration = enumerate_candidates(space, check)
@@ -215,12 +217,8 @@ def _nothing_fits(memory: PlanMemory, candidates: list[Candidate], limit: int, s
     """The error message of a search without results. Searches for the plan with the least memory, to name this plan."""
     bounds = [Bound(WEIGHTS, memory.weights_floor, is_eager=True), Bound(ACTIVATIONS, memory.floor)]
     least = search(candidates, bounds, lambda each: (float(memory.peak(each)), None), keep=1, within=within).found
-    takes = f"the least that one takes is {_gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""
+    takes = f"the least that one takes is {gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""
     return (
-        f"none of {len(candidates):,} plans fits {_gib(limit)} of memory; {takes}give that much memory, fewer tokens, "
-        f"or more processes (weights, gradients and states alone take {_gib(states)} over all)"
+        f"none of {len(candidates):,} plans fits {gib(limit)} of memory; {takes}give that much memory, fewer tokens, "
+        f"or more processes (weights, gradients and states alone take {gib(states)} over all)"
     )
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB"

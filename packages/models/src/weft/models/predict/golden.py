@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..documents import as_type, parse_json, read_plain, write_anew
+from ..safe_files import as_type, parse_json, read_plain, write_anew
 from ..step.communication import PHASES
 
 FORMAT = 1
@@ -173,9 +173,9 @@ def _check(golden: Golden) -> None:
                 raise ValueError(f"{place}.phase is {issued.phase!r:.60}; it is one of {', '.join(PHASES)}")
             numbers = {"count": issued.count, "bytes": issued.bytes, "line": issued.line}
             _check_sizes(place, numbers.items())
-            num_modules += count_names(issued.modules or "", f"{place}.modules")
+            num_modules += _count_names(issued.modules or "", f"{place}.modules")
     for name, parameter in golden.parameters.items():
-        num_modules += count_names(name, "parameters")
+        num_modules += _count_names(name, "parameters")
         _check_sizes(f"parameters.{name[:60]}.shape", ((str(i), size) for i, size in enumerate(parameter.shape)))
     if num_modules > _MOST_MODULES:
         raise ValueError(f"the names of modules and parameters stand for {num_modules:,}, above {_MOST_MODULES:,}")
@@ -234,7 +234,7 @@ def split_names(joined: str) -> Iterator[str]:
             yield f"{joined[: found.start()]}{number}{joined[found.end() :]}"
 
 
-def count_names(joined: str, where: str) -> int:
+def _count_names(joined: str, where: str) -> int:
     """The number of names behind a joined name. Raises ValueError, with `where`, for malformed ranges."""
     found = _MANY.search(joined)
     if found is None:

@@ -16,7 +16,7 @@ _WHERE: dict[Rule, str] = {  # backends on which a hang found under the rule occ
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class _Side:
     """A rank's call at a hang, or the lack of a call."""
 
     rank: int
@@ -38,7 +38,7 @@ class Hang:
 
     kind: Literal["mismatch", "missing", "cycle"]  # calls do not fit; a call never comes; ranks wait in a circle
     reason: str
-    sides: tuple[Side, Side]  # of "missing", the second has no call
+    sides: tuple[_Side, _Side]  # of "missing", the second has no call
     waits: tuple[str, ...] = ()  # a line for each waiting call, from rank to rank, with the reason
     rule: Rule = "gloo"  # under which the ranks hang; "nccl": not under gloo's
     note: str = ""  # of "missing": the likely cause, where found
@@ -84,10 +84,10 @@ def _sizes(parts: Sequence[int]) -> str:
 def _group(call: Issued) -> str:
     if call.kind == NEW_GROUP:
         return f"of ranks {', '.join(map(str, call.shapes[0]))}"
-    return f"group of {format_members(call.members)}"
+    return f"group of {_format_members(call.members)}"
 
 
-def format_members(members: Sequence[int]) -> str:
+def _format_members(members: Sequence[int]) -> str:
     """Ranks in words: "ranks 0, 1, 4, 5"; of many ranks the first three, the last, and how many."""
     ranks = list(dict.fromkeys(members))
     if len(ranks) > 8:
@@ -113,7 +113,7 @@ def report(simulation: Simulation) -> Hang:
 def _mismatch(simulation: Simulation) -> Hang:
     found = simulation.mismatch
     assert found is not None, "asked for by `report` where calls do not fit"
-    sides = [Side(rank, number + 1, simulation.calls[rank][number]) for rank, number in (found.first, found.second)]
+    sides = [_Side(rank, number + 1, simulation.calls[rank][number]) for rank, number in (found.first, found.second)]
     first, second = sides
     return Hang(
         kind="mismatch",
@@ -227,7 +227,7 @@ def _missing(simulation: Simulation, chain: _Chain) -> Hang:
     return Hang(
         kind="missing",
         reason=f"rank {last.rank} waits for {what.format(absent)}",
-        sides=(Side(last.rank, last.number + 1, call), Side(absent, None, None, len(calls))),
+        sides=(_Side(last.rank, last.number + 1, call), _Side(absent, None, None, len(calls))),
         waits=_lines(simulation, chain.steps),
         rule=simulation.rule,
         note=_likely_cause(simulation, last.rank, absent, call),
@@ -267,10 +267,10 @@ def _cycle(simulation: Simulation, chain: _Chain) -> Hang:
     ranks = list(dict.fromkeys(each.rank for each in steps))
     return Hang(
         kind="cycle",
-        reason=f"{format_members(ranks)} wait for one another in a circle",
+        reason=f"{_format_members(ranks)} wait for one another in a circle",
         sides=(
-            Side(first.rank, first.number + 1, simulation.calls[first.rank][first.number]),
-            Side(second.rank, second.number + 1, simulation.calls[second.rank][second.number]),
+            _Side(first.rank, first.number + 1, simulation.calls[first.rank][first.number]),
+            _Side(second.rank, second.number + 1, simulation.calls[second.rank][second.number]),
         ),
         waits=_lines(simulation, steps),
         rule=simulation.rule,

@@ -97,13 +97,13 @@ def check_hangs(
     outside = [rank for rank in chosen if rank not in mesh]
     if outside:
         raise ValueError(f"rank {outside[0]} of `ranks` is not in {mesh}")
-    return find_hang([record_program(program, mesh, rank) for rank in chosen])
+    return find_hang([_record_program(program, mesh, rank) for rank in chosen])
 
 
-def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> Program:
+def _record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> Program:
     """Run `program` on shapes as `rank`, and return the rank's calls and waits. Arguments: as for `check_hangs`."""
     with recording(mesh, rank) as recorded, torch.device("meta"):
-        recorder = CallRecorder(mesh.size, record_program.__code__)
+        recorder = CallRecorder(mesh.size, _record_program.__code__)
         with _as_default_group(recorded, mesh, recorder):
             recorder.listen(recorded)
             try:
@@ -118,7 +118,7 @@ def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> 
 class CallRecorder:
     """Lists the calls and waits of a rank's program, which runs on shapes in `recording`.
 
-    Made by `record_program` for a user's program, and by `check_plan` for a step of Weft's.
+    Made by `_record_program` for a user's program, and by `check_plan` for a step of Weft's.
     """
 
     world_size: int

@@ -112,7 +112,7 @@ def _difference_of_parts(first: Issued, rank: int, second: Issued, other: int) -
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class _Mismatch:
     """Two calls matched with each other, although the calls do not fit."""
 
     reason: str  # of `difference`
@@ -138,7 +138,7 @@ class Simulation:
         self._unmatched: dict[Hashable, deque[tuple[int, int]]] = {}  # by `_channel`: (rank, number), begun, not ended
         self._blocked: dict[tuple[int, int], int] = {}  # (rank, number) of an awaited call -> rank
         self._runnable = deque(programs)
-        self.mismatch: Mismatch | None = None
+        self.mismatch: _Mismatch | None = None
 
     def run(self) -> None:
         """Advance all ranks until no rank can go on, or until there is a `mismatch`."""
@@ -222,13 +222,13 @@ class Simulation:
             own = self.calls[each][own_number]
             place = own.members.index(each)
             if own.sent and own.members.count(each) > 1 and own.sent[place] != own.received[place]:
-                self.mismatch = Mismatch("different sizes of a part", (each, own_number), (each, own_number))
+                self.mismatch = _Mismatch("different sizes of a part", (each, own_number), (each, own_number))
                 return False
         for other, other_number in further:
             second = self.calls[other][other_number]
             reason = None if second is first and not first.sent else difference(first, rank, second, other)
             if reason is not None:
-                self.mismatch = Mismatch(reason, (rank, number), (other, other_number))
+                self.mismatch = _Mismatch(reason, (rank, number), (other, other_number))
                 return False
         return True
 
@@ -263,7 +263,7 @@ class Simulation:
             a, b = (self.calls[each][i] for each, i in (send, receive))
             reason = difference(a, send[0], b, receive[0])
             if reason is not None:
-                self.mismatch = Mismatch(reason, send, receive)
+                self.mismatch = _Mismatch(reason, send, receive)
                 return
             for each, i in (send, receive):
                 self._end(each, i)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..processes import run_together
+from ..processes import listen_on_loopback, run_together
 from .chip import Chip, load_chip
 
-LOOPBACK = "lo"
 FOUND = "chip.toml"  # in the folder of the processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """The arguments of a measurement.
+    """The arguments of a measurement."""
 
-    processes: ranks on this machine. The first measures alone, then all measure together.
-    seconds: rough duration; every measurement takes a few rounds at least. gpus: of this machine; 0 measures the CPU.
-    """
-
-    processes: int
-    seconds: float
-    gpus: int
+    processes: int  # ranks on this machine: the first measures alone, then all measure together
+    seconds: float  # rough duration; every measurement takes a few rounds at least
+    gpus: int  # of this machine; 0 measures the CPU
 
 
 def measure(measuring: Measuring) -> Chip:
@@ -34,9 +28,7 @@ def measure(measuring: Measuring) -> Chip:
     Called by `weft measure`. On a CPU each process has as many threads as under `weft train`.
     Communication: within the processes started here. Raises ProcessFailed if a process fails.
     """
-    if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, LOOPBACK)
+    listen_on_loopback()
     if not measuring.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // measuring.processes)))
     with tempfile.TemporaryDirectory(prefix="weft-") as name:

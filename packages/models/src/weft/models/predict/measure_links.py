@@ -23,7 +23,7 @@ PRODUCT = 512  # rows and columns of the product computed beside a collective
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class MeasuredLinks:
     """The links between all ranks of this machine, for the fields of `Chip`."""
 
     levels: tuple[Level, ...]
@@ -31,17 +31,18 @@ class Links:
     collective_host_seconds: float
 
 
-def measure_links(device: torch.device, seconds: float) -> Links:
+def measure_links(device: torch.device, seconds: float) -> MeasuredLinks:
     """Measure the level of this machine's links, and the rate of each kind of collective by a rank's received bytes.
 
-    On a CPU, a collective's time in the calling thread on a core is told apart: no op can run meanwhile.
+    On a CPU, the calling thread first works for a collective, and can run no op: `collective_host_seconds`, equal for
+    all kinds. The rates in `collectives` are of the time after this work.
     seconds: how long to measure, roughly. The results are equal on all ranks, because the slowest rank counts. A world
     of a single rank has links without cost.
     Communication: called by all ranks of the world together.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Links((Level(name="one process", ranks=1, bandwidth=1e12, reachable=1.0, latency=0.0),), {}, 0.0)
+        return MeasuredLinks((Level(name="one process", ranks=1, bandwidth=1e12, reachable=1.0, latency=0.0),), {}, 0.0)
     mesh = ProcessMesh.grid(**{AXIS: ranks})
     calls: list[tuple[str, int, Callable[[], object]]] = []
     for count in ELEMENTS:
@@ -63,7 +64,7 @@ def measure_links(device: torch.device, seconds: float) -> Links:
         latency=link.latency,
         slowdown=_slowdown(device, seconds / 4),
     )
-    return Links((level,), found, host)
+    return MeasuredLinks((level,), found, host)
 
 
 def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[], object]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -19,21 +20,31 @@ from torch import Tensor
 from ..terminal import begin_printing
 from .chip import Chip, Level, Product, Rate
 from .fitting import Sample, fit_line, fit_rates, relative_errors
-from .measure_links import Links, measure_links
-from .measure_step import DIVIDED, LARGE, SMALL, StandardStep, collective_host_seconds_of, host_seconds_of
+from .measure_links import MeasuredLinks, measure_links
+from .measure_step import (
+    DIVIDED,
+    LARGE,
+    SMALL,
+    StandardStep,
+    collective_host_seconds_of,
+    drift_of,
+    host_seconds_of,
+)
 from .op_cases import MOST_WORK, Case, make_gradients, op_cases, product_shapes
 from .rounds import SHORT, Clock, interleaved
 
-# Shares of the whole time for each measurement.
-OF_PRODUCTS, OF_OPS, OF_NARROW, OF_TORCH, OF_STEPS, OF_LINKS = 0.2, 0.35, 0.15, 0.06, 0.12, 0.12
+# Shares of the whole time, 1 together. Products and ops: in both dtypes of `SHARES`.
+OF_PRODUCTS, OF_OPS, OF_TORCH, OF_STEPS, OF_LINKS = 0.2, 0.5, 0.06, 0.12, 0.12
+# By dtype, the share of the time of products, and of the time of ops. With less time go fewer and smaller cases.
+SHARES = {torch.float32: 0.7, torch.bfloat16: 0.3}
 WHOLE = 60.0  # seconds to measure all cases; in a shorter time, fewer and smaller cases are measured
 SHORTEST = 2**22  # operations of the largest case in the shortest time
 COPIES = tuple(2**k for k in (12, 15, 18, 20, 22, 24))  # elements
 PROBE = 256  # rows and columns of the product in `_speed`
-DIVIDED_STEPS = 25
+DIVIDED_STEPS = 50
 TIMEOUT = timedelta(minutes=30)  # of ranks waiting for rank 0
-# Ops whose outputs backward recomputes only on a GPU and in 16 bits. A record on shapes always has these
-# recomputations, so a CPU in float32 takes no time for them.
+# Ops whose output backward computes again in place of saving the output: on a GPU, and in 16 bits on a CPU. A trace has
+# the part "recompute" of these ops on every chip. In float32 a CPU saves the outputs, and gets rates of 0 for the part.
 RECOMPUTED = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "swiglu", "swiglu_linear")
 
 
@@ -79,18 +90,19 @@ class _Machine:
         self._speeds: dict[torch.dtype, float] = {}
         self._bandwidth = 0.0
         self._host_seconds = 0.0
-        self._links = Links((Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0),), {}, 0.0)
-        self._crowding = 1.0
+        self._links = MeasuredLinks((Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0),), {}, 0.0)
+        self._crowding = 1.0  # `Chip.crowding`
+        self._drift = 0.0  # `Chip.drift`
         self._alone = 0.0  # seconds of the large step, on rank 0 alone
 
     def measure_alone(self) -> None:
         """Measure products, ops, copies, the optimizer and the host, on rank 0 while the rest wait."""
         self._copies()
-        for dtype, share in ((torch.float32, 1.0), (torch.bfloat16, OF_NARROW / OF_OPS)):
-            self._measure_products(dtype, share)
+        for dtype in SHARES:
+            self._measure_products(dtype)
         self._ops_of_torch()
-        for dtype, share in ((torch.float32, 1.0), (torch.bfloat16, OF_NARROW / OF_OPS)):
-            self._measure_ops(dtype, share)
+        for dtype in SHARES:
+            self._measure_ops(dtype)
         self._optimizer()
         self._host()
 
@@ -104,7 +116,7 @@ class _Machine:
             if rank == 0 and not self._on_gpu:
                 self._crowding = max(1.0, together / self._alone)
                 _report(
-                    f"all {dist.get_world_size()} processes at once take {self._crowding:.3f} of a step's time alone"
+                    f"a step takes {self._crowding:.3f} times as long where all {dist.get_world_size()} processes run"
                 )
             if rank == 0:
                 _report("collectives")
@@ -113,24 +125,32 @@ class _Machine:
             self._divided_step(rank)
 
     def _divided_step(self, rank: int) -> None:
-        """Measure the computing thread's time for a collective, in a step of ranks 0 and 1 together.
+        """Measure the computing thread's time and its waits for a collective, in a step of ranks 0 and 1 together.
 
         Communication: the step's, and a barrier.
         """
         if rank < 2:
-            step, times = StandardStep(DIVIDED, self._device, 0, tp=2), []
+            step, times = StandardStep(DIVIDED, self._device, 0, tp=2), list[tuple[float, float]]()
             for _ in range(DIVIDED_STEPS):
-                begin = time.thread_time()
+                begin, begin_of_thread = time.perf_counter(), time.thread_time()
                 step.run()
-                times.append(time.thread_time() - begin)
+                of_thread = time.thread_time() - begin_of_thread
+                times.append((time.perf_counter() - begin, of_thread))
             if rank == 0:
-                found = collective_host_seconds_of(step.trace(), statistics.median(times), self.chip())
-                self._links = replace(self._links, collective_host_seconds=found)
-                _report(f"host: {found * 1e6:.0f} us a collective in a step of two ranks")
+                quickest = sorted(times)[: DIVIDED_STEPS // 4]  # other programs only make a step longer
+                seconds, busy = (statistics.median(each) for each in zip(*quickest, strict=True))
+                host = collective_host_seconds_of(step.trace(), busy, self.chip())
+                self._links = replace(self._links, collective_host_seconds=host)
+                self._drift = drift_of(step.trace(), busy, seconds - busy, self.chip())
+                apart = self._drift * math.sqrt(1e-3)
+                _report(
+                    f"a step of two ranks: host {host * 1e6:.0f} us a collective; after 1 ms a rank waits "
+                    f"{apart * 1e6:.0f} us for the last rank"
+                )
         dist.barrier()
 
     def chip(self) -> Chip:
-        """The results as a `Chip`."""
+        """The results measured so far as a `Chip`; later measurements are taken with the help of earlier results."""
         peaks: dict[str, float] = {}
         for each in self._products:
             peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops / each.seconds)
@@ -159,13 +179,18 @@ class _Machine:
             collectives=self._links.collectives,
             collective_host_seconds=self._links.collective_host_seconds,
             crowding=self._crowding,
+            drift=self._drift,
             threads=None if self._on_gpu else torch.get_num_threads(),
         )
 
-    def _most_work(self, share: float, dtype: torch.dtype = torch.float32) -> float:
+    def _most_work(self, dtype: torch.dtype) -> float:
         """Operations of the largest case to measure; fewer in a slow dtype, as bfloat16 on many CPUs."""
         slow = min(1.0, self._speed(dtype) / self._speed(torch.float32))
-        return max(SHORTEST, MOST_WORK * share * self._share * slow)
+        return max(SHORTEST, MOST_WORK * self._share_of_cases(dtype) * slow)
+
+    def _share_of_cases(self, dtype: torch.dtype) -> float:
+        """Cases to measure in a dtype, as a share of all cases. All are measured in float32 within `WHOLE` seconds."""
+        return self._share * SHARES[dtype] / SHARES[torch.float32]
 
     def _speed(self, dtype: torch.dtype) -> float:
         """Products of a fixed size per second, in a dtype."""
@@ -189,15 +214,15 @@ class _Machine:
             self._ops[f"aten.{name}.forward"] = line
         _report(f"copies: {self._bandwidth / 1e9:.1f} GB/s of long ones, reads and writes counted")
 
-    def _measure_products(self, dtype: torch.dtype, share: float) -> None:
-        shapes = _thin(product_shapes(self._most_work(share, dtype)), share * self._share)
+    def _measure_products(self, dtype: torch.dtype) -> None:
+        shapes = _thin(product_shapes(self._most_work(dtype)), self._share_of_cases(dtype))
         name = str(dtype).removeprefix("torch.")
         operands = [
             (torch.randn(M, K, device=self._device, dtype=dtype), torch.randn(N, K, device=self._device, dtype=dtype))
             for M, N, K in shapes
         ]
         calls = [lambda x=x, w=w: torch.nn.functional.linear(x, w) for x, w in operands]
-        times = interleaved(calls, self._seconds * OF_PRODUCTS * share, self._clock, warm=True)
+        times = interleaved(calls, self._seconds * OF_PRODUCTS * SHARES[dtype], self._clock, warm=True)
         found = tuple(
             Product(dtype=name, M=M, N=N, K=K, seconds=_undisturbed(each))
             for (M, N, K), each in zip(shapes, times, strict=True)
@@ -226,8 +251,8 @@ class _Machine:
             self._ops[f"aten.{name}.forward"] = fit_line([moved * each.nbytes for each in tensors], seconds)
         _report(f"ops of torch: {len(named)}, of {len(tensors)} sizes")
 
-    def _measure_ops(self, dtype: torch.dtype, share: float) -> None:
-        cases = _thin_by_name(list(op_cases(dtype, self._most_work(share, dtype))), share * self._share)
+    def _measure_ops(self, dtype: torch.dtype) -> None:
+        cases = _thin_by_name(list(op_cases(dtype, self._most_work(dtype))), self._share_of_cases(dtype))
         events = [case.events() for case in cases]
         ready = [case.on(self._device) for case in cases]
         gradients = [make_gradients(case.forward()) for case in ready]
@@ -247,15 +272,15 @@ class _Machine:
             outputs: list[Tensor] = []
             return both
 
-        seconds = self._seconds * OF_OPS * share
+        seconds = self._seconds * OF_OPS * SHARES[dtype]
         forwards = interleaved([call(i) for i in range(len(ready))], seconds, None)
         samples = []
         for (forward, backward), first, second in zip(events, forwards, backwards, strict=True):
             if forward:
                 samples.append(Sample(events=tuple(forward), seconds=_undisturbed(first)))
-            if backward:
+            if backward:  # `second` begins with the times of the first round, which `first` leaves out
                 samples.append(Sample(events=tuple(backward), seconds=_undisturbed(second[-len(first) :])))
-        known = replace(self.chip_of_products(), ops={})
+        known = replace(self._chip_of_products(), ops={})
         rates = fit_rates(samples, known.product_seconds)
         self._ops |= rates
         priced = replace(known, ops=rates)
@@ -266,17 +291,17 @@ class _Machine:
         name = str(dtype).removeprefix("torch.")
         if not self._on_gpu and dtype == torch.float32:
             for each in RECOMPUTED:
-                self._ops[f"{each}.recompute.{name}"] = Rate(adds_products=each == "swiglu_linear")
+                self._ops[f"{each}.recompute.{name}"] = Rate()
         _report(f"ops in {name}: {len(rates)} rates from {len(samples)} calls, within {middle:.0%} in the middle")
 
-    def chip_of_products(self) -> Chip:
+    def _chip_of_products(self) -> Chip:
         """A chip of the measured products alone."""
         link = Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0)
         return replace(_EMPTY, products=self._products, levels=(link,))
 
     def _optimizer(self) -> None:
         """Measure AdamW's update, by the bytes of gradient, parameter and two states."""
-        sizes = [count for count in COPIES[:5] if 7 * 4 * count * 8 < self._most_work(1.0)] or [COPIES[0]]
+        sizes = [count for count in COPIES[:5] if 7 * 4 * count * 8 < self._most_work(torch.float32)] or [COPIES[0]]
         sizes = sizes if len(sizes) > 1 else [*sizes, COPIES[1]]
         optimizers = []
         for count in sizes:

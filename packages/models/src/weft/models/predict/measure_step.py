@@ -1,10 +1,12 @@
-"""`StandardStep`: a training step of a small Llama, to time beside the trace.
+"""`StandardStep`: a training step of a small Llama, which `measure` times and predicts from the step's trace.
 
-`host_seconds_of`, `collective_host_seconds_of`: the host's share of the step's time.
+`host_seconds_of`, `collective_host_seconds_of`: the host's share of the step's time. `drift_of`: how far ranks drift
+apart between collectives.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +25,7 @@ from ..step.find_gradients import find_gradients
 from ..step.record import StepShape
 from .chip import Chip
 from .events import Compute, Start, Trace
+from .price import transfer
 from .trace import trace_step
 
 
@@ -79,7 +82,7 @@ CLIP_NORM = 1.0
 
 
 class StandardStep:
-    """A training step on `tp` ranks from `rank` on: gradients, norm, and AdamW. Used by `measure_machine`.
+    """A training step on the ranks `rank` to `rank` + `tp` - 1: gradients, norm, and AdamW. Used by `measure_machine`.
 
     Communication, with `tp` above 1: `run` as `find_gradients`.
     """
@@ -112,32 +115,40 @@ class StandardStep:
 
 
 def host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
-    """Seconds of the host for an op of torch: a step's measured `seconds` beyond the ops, over the number of ops.
+    """Seconds of the host for an op of torch: what the ops leave of a step's `seconds`, divided by the number of ops.
 
-    0 where the ops alone take longer.
+    seconds: measured. 0 where the ops alone take longer.
     """
     return max(0.0, (seconds - _seconds_of_ops(trace, chip)) / _launches(trace))
 
 
 def collective_host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
-    """Seconds of the computing thread for a collective: a step's, beyond the ops, over the number of collectives.
+    """Seconds of the computing thread for a collective: what the ops leave of a step's `seconds`, by collective.
 
-    seconds: of the thread on a core, so without waits. Besides the issue of the collective, ops on sharded tensors take
-    longer to start. 0 where the ops alone take longer.
+    seconds: measured, of the thread on a core, without waits. The thread issues the collectives, and ops on sharded
+    tensors take longer to start. Both count. 0 where the ops alone take longer.
     """
-    count = sum(
-        trace.count(segment)
-        for segment in trace.segments
-        for event in segment.events
-        if isinstance(event, Start) and event.size > 1
-    )
+    count = sum(times for _, times in _collectives(trace))
     of_ops = chip.crowding * (_seconds_of_ops(trace, chip) + chip.host_seconds * _launches(trace))
     return max(0.0, (seconds - of_ops) / count)
 
 
+def drift_of(trace: Trace, busy: float, waiting: float, chip: Chip) -> float:
+    """`Chip.drift` by a step: how far ranks drift apart between two collectives, by the square root of the time.
+
+    Each rank waits at a collective for the rank that comes last.
+    busy: seconds of the step in which the computing thread runs. waiting: seconds in which the thread waits for
+    collectives. The collectives' own seconds are subtracted from `waiting`; 0 where these alone take longer.
+    """
+    collectives = _collectives(trace)
+    count = sum(times for _, times in collectives)
+    own = sum(times * transfer(event, chip).seconds for event, times in collectives)
+    return max(0.0, (waiting - own) / count) / math.sqrt(busy / count)
+
+
 @cache
 def trace_of(size: StepSize, tp: int = 1) -> Trace:
-    """The trace of a `StandardStep`, of rank 0."""
+    """The trace of a `StandardStep` on rank 0; made once for each size and `tp`, for `StandardStep.trace`."""
     with torch.device("meta"):
         model: Any = make_model(size.config)
     shape = StepShape(batch=(size.rows, size.tokens))
@@ -151,6 +162,16 @@ def _work(trace: Trace) -> list[tuple[Compute, int]]:
         for segment in trace.segments
         for event in segment.events
         if isinstance(event, Compute)
+    ]
+
+
+def _collectives(trace: Trace) -> list[tuple[Start, int]]:
+    """(collective of several ranks, number of calls in the step) for each collective of the trace."""
+    return [
+        (event, trace.count(segment))
+        for segment in trace.segments
+        for event in segment.events
+        if isinstance(event, Start) and event.size > 1
     ]
 
 

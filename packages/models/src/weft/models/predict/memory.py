@@ -26,12 +26,12 @@ from ..step.memory import follow_model
 from ..step.record import StepShape
 from .trace import GATHERED_AHEAD
 
-Place = Literal["before", "first", "middle", "last", "after", "none"]  # of a moment: which block, or none
+PeakPlace = Literal["before", "first", "middle", "last", "after", "none"]  # of a moment: which block, or none
 MIDDLE = 1  # `Peak.place` of a middle block in a composed peak
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class _Growth:
     """Bytes by kind, as a function of the number of blocks."""
 
     fixed: Mapping[str, float]  # without blocks
@@ -43,13 +43,13 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class _Moment:
     """The moment of the most memory in a phase at a place of the model."""
 
     phase: str
-    place: Place
+    place: PeakPlace
     op: str  # as of `Peak`
-    held: Growth
+    held: _Growth
     before: Mapping[str, float]  # bytes of `held` only on the first stage, as the embedding's parameters; by kind
     after: Mapping[str, float]  # bytes of `held` only on the last stage, as the logits; by kind
 
@@ -58,7 +58,7 @@ class Moment:
 class MemoryParts:
     """A rank's memory in a step of a model of any depth. Made by `memory_parts`, read by `compose`."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[_Moment, ...]
     # Bytes saved for backward by a microbatch: n blocks save `saved + n * saved_per_block`.
     saved: float
     saved_per_block: float
@@ -114,8 +114,8 @@ def memory_parts(
         values, longer = _kinds_of(peak), _kinds_of(second[key][0])
         per_block = {kind: (longer[kind] - values[kind]) / period for kind in KINDS}
         fixed = {kind: values[kind] - blocks * per_block[kind] for kind in KINDS}
-        held = Growth(fixed, per_block)
-        moments.append(Moment(phase=key[0], place=key[1], op=peak.op, held=held, before=before, after=after))
+        held = _Growth(fixed, per_block)
+        moments.append(_Moment(phase=key[0], place=key[1], op=peak.op, held=held, before=before, after=after))
     saved = [each.saved_of_microbatch() for each in steps]
     saved_per_block = (saved[1].inside - saved[0].inside) / period
     return MemoryParts(
@@ -153,7 +153,7 @@ def compose(
     in_flight: microbatches whose activations are held at once, as a mean over the rank's stages; 1 without stages.
     is_first, is_last: whether the rank has the model's part before the first block (embedding), after the last (head).
     """
-    found: list[tuple[float, Moment, dict[str, float]]] = []
+    found: list[tuple[float, _Moment, dict[str, float]]] = []
     saved = parts.saved + blocks * parts.saved_per_block
     saved += parts.saved_before if is_first else parts.message
     saved += parts.saved_after if is_last else 0
@@ -197,10 +197,10 @@ def _kinds_of(peak: Peak) -> dict[str, int]:
     return {kind: getattr(peak, kind) for kind in KINDS}
 
 
-def _peaks_by_class(step: FollowedStep) -> dict[tuple[str, Place], tuple[Peak, dict[str, float], dict[str, float]]]:
+def _peaks_by_class(step: FollowedStep) -> dict[tuple[str, PeakPlace], tuple[Peak, dict[str, float], dict[str, float]]]:
     """By phase and place, the peak, and the bytes by kind before the first block and after the last."""
     totals = step.live.bytes_at_moments()
-    most: dict[tuple[str, Place], int] = {}
+    most: dict[tuple[str, PeakPlace], int] = {}
     for start, stop, phase, place in step.stretches():
         key = (phase, _place_of(place, step.num_blocks) if phase in ("forward", "backward") else "none")
         moment = max(range(start, stop), key=totals.__getitem__, default=None)
@@ -209,7 +209,7 @@ def _peaks_by_class(step: FollowedStep) -> dict[tuple[str, Place], tuple[Peak, d
     return {key: (step.peak_at(at), *step.outside_at(at)) for key, at in most.items()}
 
 
-def _place_of(place: int, num_blocks: int) -> Place:
+def _place_of(place: int, num_blocks: int) -> PeakPlace:
     if place == BEFORE:
         return "before"
     if place >= num_blocks:

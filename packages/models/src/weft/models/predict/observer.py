@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from weft.kernels.extension import Op, Part
-from weft.reshard.extension import Call
+from weft.kernels.extension import Op, OpPart
+from weft.reshard.extension import Call, add_dtensors
 
 from ..losses import local_value
 from ..step.alike import Representative
 from ..step.communication import Phase
-from .events import Compute, Event, Kind, Start, Wait
+from .events import Compute, ComputePart, Event, OpKind, Place, Purpose, Start, Wait
 from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
 
-Place = Literal["before", "block", "after"]
 ModelPart = tuple[Representative | None, Place]  # (block, "block"), (None, "before") or (None, "after") all blocks
 
 
@@ -153,7 +152,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- work of the device
 
-    def on_op(self, op: Op, part: Part, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    def on_op(self, op: Op, part: OpPart, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         """Run a Weft op's function, and add the work as a single event. Passed to `observing`."""
         if self._op is not None:  # an op within an op
             return function(*arguments, **options)
@@ -176,7 +175,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         tensors = _tensors((arguments, options))
         moved = [*inside.read.values(), *_tensors(result)]
-        kind: Kind = "memory"
+        kind: OpKind = "memory"
         sizes: tuple[tuple[int, ...], ...] = tuple(inside.products)
         flops = sum(2 * math.prod(each) for each in inside.products)
         if is_attention(op.name):
@@ -189,7 +188,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(
             Compute(
                 name=op.name,
-                part="recompute" if part == "recompute" or self._repeats(part) else _part(part),
+                part=self._part_of(part),
                 kind=kind,
                 dtype=_dtype_name(tensors),
                 nbytes=sum(bytes_of(each) for each in _distinct(moved)),
@@ -201,9 +200,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return result
 
-    def _repeats(self, part: Part) -> bool:
-        """Whether an op's forward runs in backward: a block is recomputed."""
-        return part in ("forward", "inference") and self.phase == "backward"
+    def _part_of(self, part: OpPart) -> ComputePart:
+        """`Compute.part` of an op's function that runs in the present phase."""
+        if part == "recompute":
+            return "recompute"
+        if part in ("forward", "inference"):
+            return "repeat" if self.phase == "backward" else "forward"
+        return "backward"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -214,7 +217,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
+            return add_dtensors(self, func, args, kwargs)
         output = func(*args, **(kwargs or {}))
         if any(issubclass(each, FakeTensor) for each in types):
             return output  # a DTensor's op runs so once in a process, for the result's shape
@@ -282,7 +285,7 @@ def _proceed() -> None:
     """The wait for a call without an event."""
 
 
-def _purpose() -> Literal["", "gradients", "parameters"]:
+def _purpose() -> Purpose:
     """What the present collective is for, by the innermost file of `_PURPOSES` on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -295,7 +298,7 @@ def _purpose() -> Literal["", "gradients", "parameters"]:
     return ""
 
 
-_PURPOSES: dict[str, Literal["gradients", "parameters"]] = {
+_PURPOSES: dict[str, Purpose] = {
     "gradient_buckets.py": "gradients",
     "gathering.py": "parameters",
     "unit.py": "parameters",
@@ -330,10 +333,6 @@ class _OpWork:
         self._between += written
         from_outside = {key[0] for key in self.read}
         self._written |= {each.untyped_storage()._cdata for each in written} - from_outside
-
-
-def _part(part: Part) -> Literal["forward", "backward"]:
-    return "forward" if part in ("forward", "inference") else "backward"
 
 
 def _tensors(tree: Any) -> list[Tensor]:

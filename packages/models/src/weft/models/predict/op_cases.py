@@ -16,9 +16,6 @@ from weft.kernels.extension import observing
 from .events import Compute
 from .observer import Observer
 
-Call = Callable[[], Any]  # of an op: a tensor or several
-Sizes = tuple[tuple[int, ...], ...]
-
 TOKENS = (64, 256, 1024, 2048)
 WIDTHS = (64, 128, 256, 512)
 VOCABULARIES = (257, 2048, 8192)
@@ -140,9 +137,8 @@ def product_shapes(most_work: float = MOST_WORK) -> list[tuple[int, int, int]]:
 
     most_work: the most operations of a product.
     """
-    layers = {
-        (H, K) for H in WIDTHS for K in (H // 2, H, 3 * H, 4 * H)
-    }  # outputs and inputs of a layer, in either order
+    # Outputs and inputs of a layer, in either order.
+    layers = {(H, K) for H in WIDTHS for K in (H // 2, H, 3 * H, 4 * H)}
     layers |= {(V, H) for V in VOCABULARIES for H in (128, 512)}
     found = set()
     for N in TOKENS:

@@ -9,20 +9,20 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
-from ..schedules.schedule import Action, Kind, Schedule, as_prerequisite, simulate
+from ..schedules.schedule import Action, ActionKind, Schedule, as_prerequisite, simulate
 from ..step.communication import Phase
 from .bounds import layers_of_stages
 from .chip import Chip
 from .events import Compute, Event, Segment, Start, Trace, Wait
 from .price import collective_seconds, product_bytes
 from .program import Loop, Pieces, PricedSegment
-from .timeline import PARTS, Clocks, Part, Span, Timeline
+from .timeline import PARTS, Clocks, Span, Timeline, TimePart
 
 Parts = tuple[float, ...]  # seconds by part, in the order of `timeline.PARTS`
-Stages = tuple[tuple[int, int], ...]  # the blocks of each stage, [start, stop), in the order of data
+StageBlocks = tuple[tuple[int, int], ...]  # the blocks of each stage, [start, stop), in the order of data
 
 
-def even_stages(num_blocks: int, num_stages: int) -> Stages:
+def even_stages(num_blocks: int, num_stages: int) -> StageBlocks:
     """Cut blocks into stages as evenly as possible, longer stages first, as `PipelinePlan.split` of "layers" does.
 
     Raises ValueError for more stages than blocks.
@@ -39,7 +39,7 @@ def time_pipeline(
     chip: Chip,
     schedule: Schedule,
     *,
-    stages: Stages | None = None,
+    stages: StageBlocks | None = None,
     stride: int = 1,
     compiled: bool = False,
     world: int | None = None,
@@ -52,7 +52,7 @@ def time_pipeline(
         last microbatch of the trace are the schedule's first and last; the second stands for all between.
     stages: the blocks of each stage; None: `even_stages`.
     stride: the distance in ranks of neighbours along "pp".
-    compiled, world: as for `estimate`. keep_spans: whether to fill `Timeline.spans`.
+    compiled, world: as for `time_step`. keep_spans: whether to fill `Timeline.spans`.
     First, all ranks at once gather the parameters of their stages. Then an action takes as long as on the stage alone,
     and a message of `trace.message_bytes` delays the receiver. Where the schedule splits backwards, the action W has
     the products of weight gradients. Gradients are summed over the data axes after a rank's last action, because
@@ -104,7 +104,7 @@ def _traced_microbatch(position: Position, times: Sequence[int]) -> int:
     return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
 
 
-class _Step(NamedTuple):
+class _FlowStep(NamedTuple):
     """An action of a schedule, in a `_Flow`."""
 
     action: Action
@@ -119,8 +119,8 @@ class _Flow:
     """A schedule's actions, each after the actions needed. Computed once for a schedule."""
 
     ranks: int
-    steps: tuple[_Step, ...]
-    durations: tuple[tuple[Kind, int, Position], ...]  # kind, stage, microbatch's position: equal actions last equally
+    steps: tuple[_FlowStep, ...]
+    durations: tuple[tuple[ActionKind, int, Position], ...]  # (kind, stage, position): equal actions last equally
 
     def ends(self, seconds: Sequence[float], message: float, begins: Sequence[float]) -> list[float]:
         """The end of each step in seconds. Sends do not wait; a message delays the receiver.
@@ -153,8 +153,8 @@ def _flow_of(schedule: Schedule) -> _Flow:
     spans = simulate(schedule).spans  # each a slot or more long, so needed actions begin earlier
     ordered = sorted((begin, rank, action) for rank, own in enumerate(spans) for action, begin, _ in own)
     positions: dict[Action, int] = {}
-    durations: dict[tuple[Kind, int, Position], int] = {}
-    steps: list[_Step] = []
+    durations: dict[tuple[ActionKind, int, Position], int] = {}
+    steps: list[_FlowStep] = []
     for _, rank, action in ordered:
         kind, stage, microbatch = action
         position: Position = "between"
@@ -166,7 +166,7 @@ def _flow_of(schedule: Schedule) -> _Flow:
         needed = positions.get(Action("F" if kind == "F" else "B", neighbour, microbatch), -1)
         duration = durations.setdefault((kind, stage, position), len(durations))
         positions[as_prerequisite(action)] = len(steps)
-        steps.append(_Step(action, rank, duration, needed, needed >= 0 and rank_of[neighbour] != rank))
+        steps.append(_FlowStep(action, rank, duration, needed, needed >= 0 and rank_of[neighbour] != rank))
     return _Flow(schedule.ranks, tuple(steps), tuple(durations))
 
 
@@ -174,14 +174,14 @@ def _add(*parts: Parts) -> Parts:
     return tuple(math.fsum(each) for each in zip(*parts, strict=True))
 
 
-def _only(part: Part, seconds: float) -> Parts:
+def _only(part: TimePart, seconds: float) -> Parts:
     return tuple(seconds if each == part else 0.0 for each in PARTS)
 
 
 class _Prices:
     """Prices actions and phases of stages, in `Parts`. Equal work is priced once."""
 
-    def __init__(self, trace: Trace, chip: Chip, stages: Stages, *, compiled: bool, world: int | None) -> None:
+    def __init__(self, trace: Trace, chip: Chip, stages: StageBlocks, *, compiled: bool, world: int | None) -> None:
         self._trace, self._chip, self._stages, self._compiled = trace, chip, stages, compiled
         self._pieces = Pieces(trace.segments, trace.times, chip, compiled=compiled, world=world)
         self._tokens = {
@@ -191,11 +191,11 @@ class _Prices:
             if isinstance(event, Compute) and event.kind == "product"
             for size in event.sizes
         }
-        self._of_action: dict[tuple[Kind, int, int], Parts] = {}
-        self._of_work: dict[tuple[Kind, bool, tuple[tuple[tuple[int, ...], int], ...]], Parts] = {}
-        self._halves: dict[tuple[int, Kind], PricedSegment] = {}
+        self._of_action: dict[tuple[ActionKind, int, int], Parts] = {}
+        self._of_work: dict[tuple[ActionKind, bool, tuple[tuple[tuple[int, ...], int], ...]], Parts] = {}
+        self._halves: dict[tuple[int, ActionKind], PricedSegment] = {}
 
-    def of_action(self, kind: Kind, stage: int, microbatch: int) -> Parts:
+    def of_action(self, kind: ActionKind, stage: int, microbatch: int) -> Parts:
         """Seconds of an action. microbatch: of the trace."""
         key = kind, stage, microbatch
         if key not in self._of_action:
@@ -212,7 +212,7 @@ class _Prices:
         return self._time(stages, "forward", 0, "F", gathers=True)
 
     def _time(
-        self, stages: Sequence[int], phase: Phase, microbatch: int, kind: Kind, *, gathers: bool = False
+        self, stages: Sequence[int], phase: Phase, microbatch: int, kind: ActionKind, *, gathers: bool = False
     ) -> Parts:
         is_last = microbatch < 0 or gathers
         key = kind, is_last, tuple(self._runs(stages, phase, microbatch, gathers=gathers))
@@ -255,7 +255,7 @@ class _Prices:
         if after:
             yield after, 1
 
-    def _piece(self, index: int, kind: Kind) -> PricedSegment:
+    def _piece(self, index: int, kind: ActionKind) -> PricedSegment:
         """The priced operations of a segment; for the kinds I and W, of that half of a backward."""
         key = index, kind
         if key not in self._halves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,8 @@ from .workload import Workload
 LARGEST = 2**30  # no tp is larger
 SHORT = 8  # blocks enough to compose the memory of a model of alike blocks
 RUN_MICROBATCHES = 2  # the second adds to the gradients of the first
+# The bytes that a block saves for backward depend on these options of a candidate, and on the rows.
+_SAVED_BY = attrgetter("cp", "tp", "ep", "context", "sequence", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,13 +57,31 @@ class PlanMemory:
         Gradients are counted together with activations only where a backward pass comes before the last forward pass
         that fills the pipeline: where a step has more microbatches than are in flight.
         """
-        weights = self.weights_floor(candidate)
         if candidate.ep > 1:
-            return weights
+            return self.weights_floor(candidate)
+        return self._floor(candidate, self._saved_floor(candidate))
+
+    def known_floor(self, candidate: Candidate) -> float:
+        """A lower bound of `peak` like `floor`, from the runs on shapes made until now: without a further run.
+
+        A block's saved bytes are a + b * rows, with a and b by the options of `_SAVED_BY`: of a fraction of the rows,
+        at least that fraction.
+        """
+        rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
+        saved = 0.0
+        if candidate.ep == 1:
+            for (known, known_rows), parts in self._parts.items():
+                if parts is not None and _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
+                    share = min(1.0, rows / -(-known_rows // known.dp))
+                    saved = max(saved, share * parts.saved_per_block + parts.shared_per_block / in_flight(candidate))
+        return self._floor(candidate, saved)
+
+    def _floor(self, candidate: Candidate, saved: float) -> float:
+        """`floor`, given the least bytes that a block saves for a microbatch."""
         blocks = layers_of_stages(len(self.parameters.in_blocks), candidate.pp)[0]
-        saved = self._saved_floor(candidate) * blocks * in_flight(candidate)
         adds = candidate.microbatches > in_flight(candidate) and candidate.schedule != "zero_bubble"
-        return max(weights, self.weights_floor(candidate, gradients=adds) + saved)
+        with_saved = self.weights_floor(candidate, gradients=adds) + saved * blocks * in_flight(candidate)
+        return max(self.weights_floor(candidate), with_saved)
 
     def _saved_floor(self, candidate: Candidate) -> float:
         """A lower bound of the bytes that a block saves for a microbatch, with a share of what microbatches share.
@@ -102,18 +123,26 @@ class PlanMemory:
         return self._exact[key]
 
     def _peak(self, candidate: Candidate) -> int:
-        traced = replace(candidate, microbatches=min(candidate.microbatches, RUN_MICROBATCHES))
-        rows = self.workload.rows // candidate.microbatches
+        parts = self._parts_of(*self._run_for(candidate))
         if candidate.pp == 1:
-            parts = self._parts_of(traced, rows)
             blocks = len(self.parameters.in_blocks)
             return self._whole(candidate) if parts is None else compose(parts, blocks=blocks).nbytes
-        key = replace(traced, pp=2, schedule="1f1b", chunks=1, zero=2 if candidate.zero == 3 else candidate.zero)
-        parts, schedule = self._parts_of(key, rows), candidate.make_schedule()
+        schedule = candidate.make_schedule()
         if parts is None or schedule is None or schedule.splits_backward:
             return self._whole(candidate)
         ranges = even_stages(len(self.parameters.in_blocks), schedule.num_stages)
         return max(each.nbytes for each in stage_peaks(parts, schedule, ranges))
+
+    def _run_for(self, candidate: Candidate) -> tuple[Candidate, int]:
+        """The candidate to run on shapes in place of a candidate, and the rows of a microbatch."""
+        run = replace(candidate, microbatches=min(candidate.microbatches, RUN_MICROBATCHES))
+        if run.pp > 1:
+            run = replace(run, pp=2, schedule="1f1b", chunks=1, zero=2 if run.zero == 3 else run.zero)
+        return run, self.workload.rows // candidate.microbatches
+
+    def learn(self, candidate: Candidate, parts: MemoryParts) -> None:
+        """Take over the parts of rank 0 in the candidate's step, found before by `memory_parts`."""
+        self._parts[self._run_for(candidate)] = parts
 
     def _parts_of(self, candidate: Candidate, rows: int) -> MemoryParts | None:
         """`memory_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.

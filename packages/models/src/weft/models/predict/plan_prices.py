@@ -78,7 +78,7 @@ class PlanPrices:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak of a step is within `limit`."""
-        return self.memory.peak(candidate) <= self.limit
+        return self.memory.known_floor(candidate) <= self.limit and self.memory.peak(candidate) <= self.limit
 
     # -- time
 
@@ -94,7 +94,7 @@ class PlanPrices:
             return 0.0
         tp, cp = candidate.tp, candidate.cp
         least_tp, least_cp = self.least_sizes.get(candidate.context, (1, 1))
-        key = stage_of(candidate, tp=least_tp if tp > 1 else 1, cp=least_cp if cp > 1 else 1)
+        key = _stage_of(candidate, tp=least_tp if tp > 1 else 1, cp=least_cp if cp > 1 else 1)
         return self._of_stages(self._floors(key, tp, cp), (key, tp, cp), candidate, self._share(candidate))
 
     def data_bound(self, candidate: Candidate) -> float:
@@ -110,7 +110,7 @@ class PlanPrices:
         if data is None:
             return 0.0
         rows = candidate.rows_on_rank(self.workload.rows)
-        key = replace(stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
+        key = replace(_stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
         work = self._prices(key, rows)
         if work is None:
             return 0.0
@@ -281,7 +281,7 @@ class PlanPrices:
         return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
 
 
-def stage_of(candidate: Candidate, *, tp: int, cp: int) -> Candidate:
+def _stage_of(candidate: Candidate, *, tp: int, cp: int) -> Candidate:
     """The candidate of a stage without data axes, whose trace all candidates with these options share."""
     return Candidate(
         pp=2,

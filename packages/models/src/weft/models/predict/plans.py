@@ -11,23 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ..checks import divisors
+from ..plan_options import Context, Recompute, Zero
 from ..schedules.pipeline_plan import PipelinePlan, make_schedule
-from ..schedules.schedule import NAMES, Name, Schedule
+from ..schedules.schedule import NAMES, Schedule, ScheduleName
 
 if TYPE_CHECKING:
     from ..parallel.plan import ParallelPlan
 
-Context = Literal["all_gather", "ulysses"]
-Recompute = Literal["none", "selective", "full"]
-Zero = Literal[0, 1, 2, 3]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 ZEROS: tuple[Zero, ...] = get_args(Zero)
 # Without zero_bubble: `compose` does not know for how long zero_bubble holds operands of weight gradients.
-SEARCHED_SCHEDULES: tuple[Name, ...] = tuple(name for name in NAMES if name != "zero_bubble")
+SEARCHED_SCHEDULES: tuple[ScheduleName, ...] = tuple(name for name in NAMES if name != "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class Candidate:
     ep: int = 1  # ranks over which a mixture's experts are divided, taken from dp x cp
     over_tp: bool = False  # whether "ep" is taken from dp x cp x tp instead
     context: Context | None = None  # None: cp is 1
-    schedule: Name | None = None  # None: pp is 1
+    schedule: ScheduleName | None = None  # None: pp is 1
     chunks: int = 1  # stages on a rank
     microbatches: int = 1
     sequence: bool = False
@@ -134,7 +132,7 @@ class Space:
     rows: int  # of a step, over all ranks
     num_experts: int = 0  # of a layer; 0 for a model without mixtures
     contexts: tuple[Context, ...] = CONTEXTS
-    schedules: tuple[Name, ...] = SEARCHED_SCHEDULES  # a further schedule is tried where `fixed` names this schedule
+    schedules: tuple[ScheduleName, ...] = SEARCHED_SCHEDULES  # and the schedule that `fixed` names
     chunks: tuple[int, ...] = (2,)  # of the schedule "interleaved"
     zeros: tuple[Zero, ...] = ZEROS
     recomputes: tuple[Recompute, ...] = RECOMPUTES
@@ -172,7 +170,7 @@ class Space:
                     if self._allows(family, "ep", "over_tp", "context", "schedule", "chunks", "microbatches"):
                         yield family
 
-    def _schedules(self) -> Iterator[tuple[Name | None, int]]:
+    def _schedules(self) -> Iterator[tuple[ScheduleName | None, int]]:
         fixed = self.fixed.get("schedule")
         for schedule in (*self.schedules, *(name for name in NAMES if name == fixed and name not in self.schedules)):
             yield from ((schedule, chunks) for chunks in (self.chunks if schedule == "interleaved" else (1,)))

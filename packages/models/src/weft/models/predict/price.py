@@ -37,8 +37,8 @@ def seconds_of(compute: Compute, chip: Chip) -> float:
     """Seconds that a device takes for `compute`, without the host's time.
 
     By the chip's measured rate, where there is a rate for the op's part. Otherwise products are priced by
-    `product_seconds`, attention by `attention_seconds`, the rest by bytes over the reachable bandwidth; and each kernel
-    takes `chip.launch_seconds` more, to start and to drain.
+    `product_seconds`, attention by `_attention_seconds`, the rest by bytes divided by the reachable bandwidth; and each
+    kernel takes `chip.launch_seconds` more, to start and to drain.
     Raises ValueError for a product in a dtype without a peak.
     """
     return _priced(compute if not compute.module else replace(compute, module=""), chip)
@@ -54,7 +54,7 @@ def _priced(compute: Compute, chip: Chip) -> float:
     started = max(1, compute.num_launches) * chip.launch_seconds
     moved = compute.nbytes / chip.reachable_bandwidth
     if compute.kind == "attention":
-        return started + max(moved, sum(attention_seconds(compute, size, chip) for size in compute.sizes))
+        return started + max(moved, sum(_attention_seconds(compute, size, chip) for size in compute.sizes))
     if compute.kind != "product":
         return started + moved
     of_products = 0.0
@@ -117,7 +117,7 @@ def _tiled_seconds(
     return best
 
 
-def attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> float:
+def _attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> float:
     """Seconds of attention (batch, heads, kv_heads, T, S, head_dim), without the launch.
 
     The operations of `compute`, over the peak times `chip.attention_reachable`. With fewer blocks of 128 queries (in
@@ -132,7 +132,7 @@ def attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> floa
 
 
 def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) -> float:
-    """Seconds of a collective without further traffic on the links; 0 for a single rank. See `transfer`."""
+    """Seconds of a collective without further traffic on the links; 0 for a single rank. Arguments: see `transfer`."""
     return transfer(start, chip, world=world).seconds
 
 
@@ -140,7 +140,7 @@ def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) ->
 def transfer(start: Start, chip: Chip, *, world: int | None = None) -> CollectivePrice:
     """The price of a collective, from a rank's received bytes, by the chip's measured rate of the kind or as follows.
 
-    The group uses the levels of `chip.levels_of`. world: ranks in the run.
+    The group uses the levels of `chip.levels_of`. world: as for `Chip.levels_of`.
     Bandwidth: a ring passes each byte over every rank's inner link; over an outer link, a node's members use all their
     adapters at once. The slowest level counts. In an all-to-all each rank receives directly from every member, by the
     rank's own adapter. A message has a single peer, and counts at the receiver; a send takes no time.

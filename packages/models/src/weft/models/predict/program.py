@@ -56,7 +56,7 @@ def make_program(
 ) -> Loop:
     """The program of a rank with all blocks: loops over alike microbatches, with loops over alike blocks inside.
 
-    segments, times: of a `Trace`. compiled, world: as for `estimate`.
+    segments, times: of a `Trace`. compiled, world: as for `time_step`.
     """
     pieces = Pieces(segments, times, chip, compiled=compiled, world=world)
     items: list[PricedSegment | Loop] = []

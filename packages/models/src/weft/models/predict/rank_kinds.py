@@ -30,7 +30,7 @@ from ..parallel.experts.placement import folded_axes
 from ..parallel.parameter_layouts import COPIES_AXIS
 from ..parallel.plan import ParallelPlan
 from ..parallel.styles import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from ..step.record import Step
+from ..step.record import RecordedStep
 from .hang_report import Hang
 from .hangs import MOST_RANKS, CallRecorder, NoHang, find_hang
 from .matching import CallOrWait, Issued, Program
@@ -41,7 +41,7 @@ ShapeAndLayout = tuple[tuple[int, ...], Layout]  # global shape and layout of a 
 
 
 def check_plan(
-    record_rank: Callable[[int, Listen], Step],
+    record_rank: Callable[[int, Listen], RecordedStep],
     mesh: ProcessMesh,
     plan: ParallelPlan,
     *,
@@ -90,7 +90,7 @@ def check_plan(
 class _Comparison:
     """Compares the calls of ranks alike in `kinds`; records the ranks needed."""
 
-    record_rank: Callable[[int, Listen], Step]
+    record_rank: Callable[[int, Listen], RecordedStep]
     mesh: ProcessMesh
     kinds: Kinds
     recorded: dict[int, Program]  # by rank; ranks are added
@@ -136,7 +136,9 @@ def _divide(kind_at: dict[str, list[int]], axis: str, first: int, position: int)
     kind_at[axis] = [position if each == kind and i >= position else each for i, each in enumerate(kind_at[axis])]
 
 
-def _record(record_rank: Callable[[int, Listen], Step], mesh: ProcessMesh, rank: int) -> tuple[Program, Step]:
+def _record(
+    record_rank: Callable[[int, Listen], RecordedStep], mesh: ProcessMesh, rank: int
+) -> tuple[Program, RecordedStep]:
     recorder = CallRecorder(mesh.size, _record.__code__)
     step = record_rank(rank, recorder.listen)
     return Program(rank, tuple(recorder.events)), step

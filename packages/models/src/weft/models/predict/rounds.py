@@ -14,8 +14,8 @@ SHORT = 5e-3  # seconds of a call below which operands in the caches matter
 class Clock:
     """Times calls on a device, GPU or CPU.
 
-    A CPU's call with a single thread counts the seconds of this thread on a core: other programs on the core do not
-    count, but what they evict from the caches is read again.
+    A CPU's call with a single thread counts the seconds of this thread on a core. Time of other programs on the core
+    does not count, except through the caches: the call must read operands again which these programs evicted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,10 @@ class Clock:
         self._now = time.thread_time if is_single else time.perf_counter
 
     def time(self, call: Callable[[], object]) -> float:
-        """Seconds of the call, until the device has done all work. The call waits for no other process."""
+        """Seconds of the call, until the device has done all work.
+
+        call: must wait for no other process, because a CPU's single thread would not count the wait.
+        """
         if self._on_gpu:
             torch.cuda.synchronize()
         start = self._now()
@@ -40,8 +43,8 @@ def interleaved(
     """Run rounds of all calls for about `seconds`; return each call's times in seconds. A first round is not timed.
 
     clock: None for calls that return their own seconds.
-    warm: whether an untimed call comes before each short call, so that operands and code are in the caches, as after
-        the op of a step that made the operands.
+    warm: whether an untimed call comes before each short call. Operands and code are then in the caches, as in a step,
+        where the op before has just made the operands.
     """
 
     def seconds_of(call: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 
-class HasComplexity(Protocol):
+class _HasComplexity(Protocol):
     """The interface of a candidate, for the order of results."""
 
     @property
@@ -24,7 +24,7 @@ class HasComplexity(Protocol):
         """Orders candidates of equal seconds, simpler first. No two candidates have the same complexity."""
 
 
-C = TypeVar("C", bound=HasComplexity)
+C = TypeVar("C", bound=_HasComplexity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def search(
         later bound may be below an earlier bound.
     price: returns a candidate's seconds, math.inf for a candidate that cannot run, and a value for `Found.price`.
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for priced candidates that would be
-        among the results.
+        among the results. None: all candidates fit.
     within: seconds after which no further candidate is priced. The certificate counts the candidates left.
-    refused: numbers of impossible candidates by reason, for the certificate.
+    refused: numbers of impossible candidates by reason, for the certificate. None: no candidate was refused.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. The search ends
     when the least bound is above the last result's seconds. Then the results are those of pricing every candidate.
     Raises ValueError for an eager bound after a bound that is not.

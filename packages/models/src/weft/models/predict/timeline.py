@@ -1,7 +1,7 @@
 """`time_step`: runs a trace in time: on the device, on a stream for each group of ranks, and on the issuing host.
 
-Alike blocks and microbatches are loops. Copies of a loop are followed until a copy takes as long as the copy before;
-the rest is added as a multiple.
+Alike blocks are the copies of a loop, as are alike microbatches. Copies are run one by one until a copy takes as long
+as the copy before. The remaining copies are then added at once, each with the time of the last.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .events import Compute, Start, Trace
 from .network import Job, Network
 from .program import Form, Loop, PricedEvent, PricedSegment, make_program
 
-Part = Literal["products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host"]
-PARTS: tuple[Part, ...] = ("products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host")
+TimePart = Literal["products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host"]
+PARTS: tuple[TimePart, ...] = ("products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host")
 DEVICE = "device"  # the stream of the device's work
 
 _COMMUNICATION, _HOST = PARTS.index("communication"), PARTS.index("host")
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     name: str  # of an op and its part, of a collective, or of an action of a pipeline's schedule
     module: str
     where: str  # phase and microbatch, as "forward of microbatch 0"; "" for collectives and actions
-    part: Part
+    part: TimePart
     begin: float
     end: float
 
@@ -49,10 +49,12 @@ class Repeated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step in time, of a rank or of a pipeline's ranks. Made by `time_step` and `time_pipeline`."""
+    """The times of a rank's step, made by `time_step`, or of a pipeline's step, made by `time_pipeline`."""
 
     seconds: float  # the sum of `parts`
-    parts: dict[Part, float]  # seconds of the device by work or reason to wait; hidden communication does not count
+    # Seconds of the device by work or reason to wait; hidden communication does not count. In a pipeline, of the rank
+    # whose gradients are ready last, with the update of the slowest rank.
+    parts: dict[TimePart, float]
     spans: tuple[Span, ...] = ()  # where asked for
     repeated: tuple[Repeated, ...] = ()
 
@@ -74,12 +76,14 @@ def time_step(
     """The timeline of a rank that runs all blocks of the trace.
 
     On a GPU the host issues ops ahead of the device. Issuing takes `chip.host_seconds` for an op, and the device idles
-    where the host is behind. On a CPU (`chip.threads`) the host computes: an op takes the host's time and then the op's
-    own, and waits for collectives.
+    where the host is behind. On a CPU (`chip.threads`) the host computes: an op takes `chip.host_seconds` and then the
+    op's own seconds. Ranks reach a collective at different moments, so a wait for a collective ends later by
+    `Chip.drift` times the square root of the seconds since the rank's last wait.
     A collective starts after all work issued earlier, and after earlier collectives of the group. Collectives of
     several groups share the links of a level. While links carry bytes, the device is slower by the level's `slowdown`.
     compiled: whether torch's own ops are fused and the host takes no time: see `price.fuse`.
-    world: ranks in the run, for `Chip.levels_of`.
+    world: ranks in the run. A run within a level of links uses no outer level (`Chip.levels_of`), and in a run of
+        several ranks computing takes longer (`Chip.crowding`). None: a run of any size, and computing as on one rank.
     keep_spans: whether to list the spans of all followed copies.
     expand: whether to follow every copy of a loop.
     """
@@ -98,9 +102,11 @@ class _ClockState:
     links: float  # `Network.now`
     backlogs: dict[str, float]  # seconds of collectives not yet done, by group
     added: dict[str, float]  # seconds of all collectives queued until now, by group
-    ahead: dict[Form, int]  # the number of jobs that later copies of a loop await, by form
-    awaited: dict[Form, int]  # the number of these jobs awaited until now, by form
-    oldest: dict[Form, int]  # `Job.serial` of the job awaited next, by form
+    # By form of collective (`program.Form`): how many collectives are left to later copies of a loop, how many of these
+    # were awaited until now, and `Job.serial` of the collective awaited next.
+    ahead: dict[Form, int]
+    awaited: dict[Form, int]
+    oldest: dict[Form, int]
     parts: list[float]
 
 
@@ -110,6 +116,7 @@ class Clocks:
     def __init__(self, chip: Chip, *, compiled: bool = False, keep_spans: bool = False, expand: bool = False) -> None:
         self.device = 0.0  # seconds until the device has done all operations up to now
         self._host = 0.0  # seconds until the host has issued all operations up to now
+        self._drift, self._met = chip.drift, 0.0  # when this rank last met the ranks of a group
         self._is_cpu, self._compiled, self._keep, self._expand = chip.threads is not None, compiled, keep_spans, expand
         self._parts = [0.0] * len(PARTS)
         self._network = Network()
@@ -168,8 +175,11 @@ class Clocks:
             job = waiting.popleft() if waiting else self._jobs.get(event.number)
             if job is not None:
                 end = self._network.finish(job)
+                if job.level is not None:
+                    end += self._drift * math.sqrt(self.device - self._met)
                 if end > self.device:
                     self._idle(end, _COMMUNICATION)
+                self._met = self.device
 
     def _compute(self, operation: PricedEvent, event: Compute) -> None:
         self._issue(operation.host_seconds)
@@ -259,6 +269,7 @@ class Clocks:
             return 0
         begin = self.device
         self.device += copies * (after.device - before.device)
+        self._met += copies * (after.device - before.device)
         self._host += copies * (after.host - before.host)
         self._parts = [b + copies * (b - a) for a, b in zip(before.parts, after.parts, strict=True)]
         added = {group: copies * (each - before.added.get(group, 0.0)) for group, each in after.added.items()}

@@ -22,8 +22,8 @@ from ..parallel.styles import PIPELINE_AXIS
 from ..step.alike import Representative, block_names, copy_blocks, representatives_of
 from ..step.communication import Phase
 from ..step.record import StepShape, on_shapes
-from .events import Segment, Trace
-from .observer import Observer, Place, Placed
+from .events import Place, Segment, Trace
+from .observer import Observer, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
 
 GATHERED_AHEAD = 2  # blocks whose parameters are being gathered while a block computes, under zero=3

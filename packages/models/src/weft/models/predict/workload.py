@@ -13,11 +13,12 @@ from weft.mesh import ProcessMesh
 
 from ..parallel.parallelize import own_plan
 from ..parallel.plan import ParallelPlan
+from ..plan_options import Zero
 from ..schedules.pipeline_plan import PipelinePlan
 from ..step.criterion import Criterion
 from ..step.record import StepShape
 from .events import Trace
-from .plans import Candidate, Zero
+from .plans import Candidate
 from .trace import RUN_MICROBATCHES, Reduced, reduce_model, trace_step
 
 

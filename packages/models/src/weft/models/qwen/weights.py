@@ -19,7 +19,7 @@ from ..checkpoint.rotary import (
     write_rope,
 )
 from ..checks import MOST_LAYERS
-from ..documents import as_type
+from ..safe_files import as_type
 from .config import QwenConfig
 
 if TYPE_CHECKING:

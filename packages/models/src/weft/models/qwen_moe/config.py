@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from ..checks import check_coefficients, check_sizes
-from ..config import BlockOptions, ExpertOptions, shown
+from ..config import BlockOptions, ExpertOptions, RouterScore, shown
 from ..mixture_config import MixtureConfig
 
 
@@ -30,7 +30,7 @@ class QwenMoeConfig(MixtureConfig):
     """Biases in all of the attention's projections."""
     sliding_window: int = 0
     """In all layers, the number of most recent keys visible to a query; 0: every key up to the query's own."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_score: RouterScore = "softmax"
     """The function that makes scores of the router's logits."""
     softmax_after: bool = False
     """Weights of experts: a softmax over the logits of a token's chosen experts alone."""

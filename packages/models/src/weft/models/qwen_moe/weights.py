@@ -20,7 +20,7 @@ from ..checkpoint.rotary import (
 )
 from ..checkpoint.rotary import stored as stored_as_named
 from ..checkpoint.stored import Stored
-from ..documents import as_type
+from ..safe_files import as_type
 from .config import QwenMoeConfig
 
 if TYPE_CHECKING:

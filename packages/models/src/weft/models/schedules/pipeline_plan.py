@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
-from .schedule import NAMES, Action, Name, Schedule
+from .schedule import NAMES, Action, Schedule, ScheduleName
 
 
 @lru_cache(maxsize=256)
-def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule `name` for `ranks` ranks, each with `chunks` stages: stage s is on rank s % ranks.
 
     gpipe: all forwards, then all backwards (Huang et al. 2019).
@@ -20,10 +20,10 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
     interleaved: 1F1B over several stages on each rank (Narayanan et al. 2021).
     zero_bubble: gradients of weights, for which nothing waits, fill idle time; as much memory as 1F1B (Qi et al.
         2023, ZB-H1).
-    There may be fewer microbatches than ranks. Raises ValueError as `check_schedule`.
+    There may be fewer microbatches than ranks. Raises ValueError as `_check_schedule`.
     """
-    check_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    order: dict[Name, Callable[[int, int, int, int], Iterator[Action]]] = {
+    _check_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    order: dict[ScheduleName, Callable[[int, int, int, int], Iterator[Action]]] = {
         "gpipe": _gpipe,
         "1f1b": _one_forward_one_backward,
         "interleaved": _interleaved,
@@ -34,7 +34,7 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
     return Schedule(name=name, microbatches=microbatches, stages=stages, actions=actions)
 
 
-def check_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> None:
+def _check_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> None:
     """Raises ValueError for an unknown name, a number below 1, and numbers that the schedule `name` cannot take.
 
     The error names the condition. The schedule is not made.
@@ -136,7 +136,7 @@ class PipelinePlan:
     """
 
     split: Split = "layers"
-    schedule: Name = "1f1b"
+    schedule: ScheduleName = "1f1b"
     microbatches: int = 8
     chunks: int | None = None
 
@@ -164,11 +164,14 @@ class PipelinePlan:
         return self.chunks or (2 if self.schedule == "interleaved" else 1)
 
     def make_schedule(self, ranks: int, microbatches: int | None = None) -> Schedule:
-        """The schedule for this number of ranks. Raises ValueError as the function `make_schedule`."""
+        """The schedule for this number of ranks. Raises ValueError as the function `make_schedule`.
+
+        microbatches: of the step; None: the plan's own number.
+        """
         count, chunks = microbatches or self.microbatches, self.chunks_per_rank
         return make_schedule(self.schedule, ranks=ranks, microbatches=count, chunks=chunks)
 
     def count_stages(self, ranks: int) -> int:
         """The number of stages on this number of ranks, without making the schedule. Raises as `make_schedule`."""
-        check_schedule(self.schedule, ranks=ranks, microbatches=self.microbatches, chunks=self.chunks_per_rank)
+        _check_schedule(self.schedule, ranks=ranks, microbatches=self.microbatches, chunks=self.chunks_per_rank)
         return ranks * self.chunks_per_rank

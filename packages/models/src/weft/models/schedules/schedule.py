@@ -11,11 +11,11 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-NAMES: tuple[Name, ...] = get_args(Name)
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
-def bubble_formula(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[int, int]:
+def bubble_formula(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[int, int]:
     """The idle share of a rank's time as (idle, all), in slots: a forward, and each half of a backward, takes a slot.
 
     With p ranks, m microbatches and v chunks: GPipe and 1F1B (p-1)/(m+p-1); interleaved (p-1)/(v m+p-1);
@@ -30,17 +30,18 @@ def bubble_formula(name: Name, *, ranks: int, microbatches: int, chunks: int = 1
     return 3 * idle, 3 * (microbatches + idle)
 
 
-Kind = Literal["F", "B", "I", "W"]
+# F: forward. B: backward. Or the halves of a backward: I, the input gradient; W, the weight gradients.
+ActionKind = Literal["F", "B", "I", "W"]
 Sends = Literal["buffered", "blocking"]
 IDLE = "·"
 # The time of each action, if a forward and the two halves of a backward take equally long.
-SLOTS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+SLOTS: dict[ActionKind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
     """A part of a rank's work: the forward or backward of a microbatch on a stage."""
 
-    kind: Kind  # F: forward. B: backward. Or the halves of a backward: I, the input gradient; W, the weight gradients.
+    kind: ActionKind
     stage: int  # from 0, over the whole pipeline, in the order of data
     microbatch: int
 
@@ -122,10 +123,10 @@ class Schedule:
         return tuple(most)
 
     def __str__(self) -> str:
-        return draw_schedule(self)
+        return _draw_schedule(self)
 
 
-def prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
+def _prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
     """The actions that must end before this action begins; a backward is given as B, even if split into I and W."""
     kind, stage, microbatch = action
     if kind == "F" and stage:
@@ -139,7 +140,7 @@ def prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
 
 
 def as_prerequisite(action: Action) -> Action:
-    """The action as named by `prerequisites`: I becomes B, since neighboring stages need only a B's input gradient."""
+    """The action as named by `_prerequisites`: I becomes B, since neighboring stages need only a B's input gradient."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
@@ -192,7 +193,7 @@ def simulate(
                 continue
             if awaited is not None:
                 free[rank], blocked_by[rank] = max(free[rank], begins[awaited]), None
-            needed = list(prerequisites(own[-1], schedule.num_stages))
+            needed = list(_prerequisites(own[-1], schedule.num_stages))
             if any(each not in ends for each in needed):
                 continue
             action = own.pop()
@@ -229,7 +230,7 @@ def _receiver(action: Action, schedule: Schedule) -> Action | None:
     return Action("F" if action.kind == "F" else "B", stage, action.microbatch)
 
 
-def draw_schedule(schedule: Schedule) -> str:
+def _draw_schedule(schedule: Schedule) -> str:
     """A picture of the schedule: ranks of "pp" down, time across; then the idle share, as counted and by the formula.
 
     Each cell is a slot: F, B (the input gradient) or W (the weight gradients) with the number of the microbatch, or
@@ -248,10 +249,10 @@ def draw_schedule(schedule: Schedule) -> str:
         rows.append(cells)
     width = max(len(cell) for cells in rows for cell in cells)
     lines = [f"pp={rank}  " + " ".join(cell.ljust(width) for cell in cells).rstrip() for rank, cells in enumerate(rows)]
-    return "\n".join([*lines, bubble_text(timeline)])
+    return "\n".join([*lines, _bubble_text(timeline)])
 
 
-def bubble_text(timeline: ScheduleTimeline) -> str:
+def _bubble_text(timeline: ScheduleTimeline) -> str:
     """The idle slots of a rank, as counted, and the idle share by the formula."""
     schedule = timeline.schedule
     idle = sorted({int(timeline.idle(rank)) for rank in range(schedule.ranks)})

@@ -2,7 +2,7 @@
 
 `weight_criterion` passes the whole batch's denominator to a criterion with a parameter `denominator`. `ProbedCriterion`
 weights any other criterion. Each microbatch, and each rank's tokens, get a weight in the whole batch's mean.
-`find_shares` finds these weights by probing the criterion: calls on random numbers. The loss is assumed to be N / D,
+`_find_shares` finds these weights by probing the criterion: calls on random numbers. The loss is assumed to be N / D,
 where N and D are sums over tokens, and D depends only on targets. The probe appends a row R of tokens to the rows M of
 a microbatch, and scales R's output; N(R) grows by some x. The loss of R alone grows by x / D(R), and the loss of M and
 R together by x / (D(M) + D(R)). The ratio of both growths gives D(M) / D(R).
@@ -60,7 +60,7 @@ def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], t
     parameters = _parameters(criterion)
     options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
     if "denominator" not in parameters:
-        is_whole = len(microbatches) == 1 and not axes_sharding_tensor(microbatches[0].targets)
+        is_whole = len(microbatches) == 1 and not _axes_sharding_tensor(microbatches[0].targets)
         return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in microbatches])
     if options.get("reduction") == "sum" or options["denominator"] not in (None, inspect.Parameter.empty):
         return criterion
@@ -95,7 +95,7 @@ def _sum_of_weights(targets: Tensor, ignored: int, weight: Tensor | None) -> Ten
     """The number of tokens not ignored, or the sum of their classes' weights: a plain scalar."""
     class_weights = to_global(weight) if isinstance(weight, DTensor) else weight
     dtype = torch.float32 if weight is None else torch.float64
-    return sum_over_sharding_ranks(
+    return _sum_over_sharding_ranks(
         weigh_targets(class_weights, local_of(targets).flatten(), ignored, dtype).sum(), targets
     )
 
@@ -110,7 +110,7 @@ def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
 class ProbedCriterion:
     """A criterion without a parameter `denominator`, each call weighted by the `Shares` of the microbatch.
 
-    Made by `weight_criterion`. `find_shares` finds the shares at the first call.
+    Made by `weight_criterion`. `_find_shares` finds the shares at the first call.
     If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, the
     criterion gets DTensors, unless torch averages the loss over ranks; then classes are gathered and tensors are plain.
     targets: of each microbatch; a call finds the microbatch by the identity of the targets.
@@ -123,14 +123,14 @@ class ProbedCriterion:
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
-            self._shares = find_shares(self._criterion, output, self._targets)
+            self._shares = _find_shares(self._criterion, output, self._targets)
         shares, number = self._shares, next(i for i, each in enumerate(self._targets) if each is target)
         if shares.reason is not None:
             loss = self._criterion(output, target) if len(self._targets) == 1 else None
             if loss is not None and not _is_averaged(loss):
                 return loss
             raise self._refusal(shares.reason)
-        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not axes_sharding_tensor(target):
+        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not _axes_sharding_tensor(target):
             return self._weighted_loss(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
             loss = self._weighted_loss(output, target, shares.whole[number])
@@ -208,7 +208,7 @@ class Shares:
     reason: str | None = None  # why the criterion cannot be weighted; else None
 
 
-def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -> Shares:
+def _find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -> Shares:
     """The `Shares` of the microbatches, found by probing the criterion as the top of this file explains.
 
     output: the model's output for the first microbatch; only shape and dtype are used.
@@ -234,7 +234,9 @@ def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) ->
         results.append(_ProbeResult(of_dims[0].size, *fits, max(each.label for each in of_dims)))
     sizes = [each.size for each in results] or [1.0] * len(targets)
     failed = [float(sum(not each.is_mean for each in results)), float(sum(not each.is_sum for each in results))]
-    numbers = sum_over_sharding_ranks(torch.tensor([*sizes, *failed], dtype=torch.float64, device=output.device), first)
+    numbers = _sum_over_sharding_ranks(
+        torch.tensor([*sizes, *failed], dtype=torch.float64, device=output.device), first
+    )
     if not has_values:
         return Shares([1 / len(targets)] * len(targets), [1 / len(targets)] * len(targets))
     *totals, no_means, no_sums = numbers.tolist()
@@ -253,7 +255,7 @@ def sharding_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and isinstance(layout[a], Shard))
 
 
-def axes_sharding_tensor(tensor: Any) -> tuple[str, ...]:
+def _axes_sharding_tensor(tensor: Any) -> tuple[str, ...]:
     """The mesh axes of at least two ranks that shard a tensor; none for a plain tensor."""
     return sharding_axes(layout_of(tensor)) if isinstance(tensor, DTensor) else ()
 
@@ -264,11 +266,11 @@ def _sharded_dims(tensor: DTensor) -> set[int]:
     return {each.dim for axis in sharding_axes(layout) if isinstance(each := layout[axis], Shard)}
 
 
-def sum_over_sharding_ranks(numbers: Tensor, targets: Tensor) -> Tensor:
+def _sum_over_sharding_ranks(numbers: Tensor, targets: Tensor) -> Tensor:
     """The sum of plain numbers over the mesh axes that shard the targets, by one all-reduce; plain, on every rank."""
     if not isinstance(targets, DTensor):
         return numbers
-    layout = Layout(layout_of(targets).mesh, dict.fromkeys(axes_sharding_tensor(targets), Partial()))
+    layout = Layout(layout_of(targets).mesh, dict.fromkeys(_axes_sharding_tensor(targets), Partial()))
     return reshard(wrap(numbers, layout, numbers.shape)).to_local()
 
 

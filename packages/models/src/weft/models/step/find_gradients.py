@@ -110,7 +110,7 @@ def find_gradients(
         sync.wait()
         found = _StepSums.of(loss_sum.wait(), add_results(results))
         if pipeline is not None:
-            pipeline.add_shared(model)
+            pipeline.sum_shared_gradients(model)
             found = _sum_over_stages(pipeline, model, criterion, found)
     after_sync()
     norm = None

@@ -207,7 +207,8 @@ def follow_step(
 ) -> FollowedStep:
     """Run the step twice on shapes, and follow the storages of the second run.
 
-    The first run makes the tensors kept between steps: buffers and optimizer states.
+    The first run makes the tensors kept between steps: buffers and optimizer states. Without stages, a single
+    microbatch makes all of these tensors.
     by_parameter: bytes between steps, by name. has_shared_casts: whether the microbatches of a model without stages
         share the casts of parameters, as those of a stage do. Further arguments: as for `predict_memory`.
     """
@@ -228,13 +229,14 @@ def follow_step(
         live.mark(phase)
 
     casts = sharing_casts if has_shared_casts else nullcontext
+    first = ready if pipeline is not None else replace(ready, microbatches=ready.microbatches[:1])
     with casts():
-        ready.run(lambda phase: None, clip_norm=clip_norm)
+        first.run(lambda phase: None, clip_norm=clip_norm)
     end_step()
     if optimizer is not None:
         states = {name: _nbytes(optimizer.state[each].values()) for name, each in model.named_parameters()}
         by_parameter = {name: replace(each, states=states.get(name, 0)) for name, each in by_parameter.items()}
-    blocks = blocks_of_list(model)
+    blocks = _blocks_of_list(model)
     live = LiveStorages(blocks, by_op=device == "cuda")
     full_copies = {
         shard: full.leaf for unit in gathering_units(model) for shard, full in unit.full_parameters().items()
@@ -261,7 +263,7 @@ def follow_step(
     )
 
 
-def blocks_of_list(model: nn.Module) -> list[nn.Module]:
+def _blocks_of_list(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model: the members of the longest nn.ModuleList outside all further lists; [] without a list."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from weft.kernels.extension import observing
-from weft.reshard.extension import differentiable, memory_of, observing_buckets
+from weft.reshard.extension import add_dtensors, differentiable, memory_of, observing_buckets, tensors_of
 
 BEFORE = -1  # the place before the first block: the embedding
 
@@ -111,7 +110,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor unwraps first, and the local tensors then come here
+            return add_dtensors(self, func, args, kwargs)  # of further ops, the local tensors then come here
         output = func(*args, **(kwargs or {}))
         known: set[int] | None = None
         for storage in _storages(output):
@@ -252,5 +251,5 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(tree: Any) -> list[Any]:
     """The storages of all tensors in a tree of values; for a DTensor, of the local tensor."""
-    tensors = (each for each in tree_iter(tree) if isinstance(each, Tensor))
+    tensors = tensors_of(tree)
     return [(memory_of(each) if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]

@@ -22,7 +22,7 @@ from weft.reshard.extension import contiguous_shard_slices
 from ..parallel.experts.placement import expert_meshes
 from ..parallel.parallelize import own_plan
 from ..parallel.parameter_layouts import parameter_layouts
-from ..parallel.pipeline.cut import cut
+from ..parallel.pipeline.cut import Cut, cut
 from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import ParallelPlan, pipeline_plan
 from ..parallel.resolve import module_plans_of, styles_of
@@ -84,18 +84,23 @@ def predict_memory(
             states=states, clip_norm=clip_norm, device=device, make_optimizer=make_optimizer,
         )  # fmt: skip
         return replace(step.between_steps(), activations=step.most_saved(), peak=step.peak())
-    return total_of(_bytes_of_parameters(model, as_mesh(mesh), plan, rank=rank, states=states))
+    return total_of(bytes_of_parameters(model, as_mesh(mesh), plan, rank=rank, states=states))
 
 
-def _bytes_of_parameters(
+def bytes_of_parameters(
     model: nn.Module,
     mesh: ProcessMesh,
     plan: ParallelPlan | None,
     *,
     rank: int,
     states: int | Mapping[str, int],
+    known_cut: Cut | None = None,
 ) -> dict[str, Memory]:
-    """A rank's bytes between steps for each parameter, by name, from layouts. Arguments: as for `predict_memory`."""
+    """A rank's bytes between steps for each parameter, by name, from layouts.
+
+    known_cut: of the model into the plan's stages, if known; None to cut the model. Further arguments: as for
+    `predict_memory`. Called by `predict_memory`, `follow_model` and `weft explain`.
+    """
     plan = own_plan(model) if plan is None else plan
     module_plans = module_plans_of(model, plan)
     for module_plan in module_plans:
@@ -109,7 +114,8 @@ def _bytes_of_parameters(
             return {}
         schedule = cut_plan.make_schedule(mesh.axis_size(PIPELINE_AXIS))
         stages = set(schedule.stages[coordinate[PIPELINE_AXIS]])
-        own_names = {name for name, users in cut(model, cut_plan, schedule).parameters.items() if users & stages}
+        model_cut = known_cut or cut(model, cut_plan, schedule)
+        own_names = {name for name, users in model_cut.parameters.items() if users & stages}
         stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
     meshes = expert_meshes(stage_mesh, module_plans)
     layouts = parameter_layouts(model, stage_mesh, styles_of(model, module_plans), meshes)
@@ -155,7 +161,7 @@ def follow_model(
     shape: with a rank in the mesh. has_shared_casts: as for `follow_step`. Further arguments and errors: as for
     `predict_memory`.
     """
-    by_parameter = _bytes_of_parameters(model, as_mesh(mesh), plan, rank=shape.rank, states=states)
+    by_parameter = bytes_of_parameters(model, as_mesh(mesh), plan, rank=shape.rank, states=states)
     with meta_as_cpu() if device == "cpu" else nullcontext(), on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "the rank is in the mesh"
         return follow_step(

@@ -60,12 +60,12 @@ def record(
     batch: the global shape [B, T] of int64 tokens and targets; or two tensors, of which only shapes and dtypes are
         used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
     criterion: of the model's output and targets, a scalar; None: the mean cross-entropy over all tokens.
-    inputs: further arguments of the model, by name, like `dropout_key`.
+    inputs: further arguments of the model, by name, like `dropout_key`. None: no further arguments.
     clip_norm: includes the gradient norm's communication, as in a step with clipping; 0 computes the norm and scales
         nothing. None: no norm.
     microbatches: the number of equal parts of the rows, as in `forward_backward`; 1: the number of the plan's pipeline,
         if any. With several, the criterion is weighted as by `forward_backward`.
-    bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
+    bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`; reduce_dtype None: each gradient's own.
     With stages, only the rank's stages run, in the schedule's order. A message's bytes count at the receiver; a send
         counts as 0 bytes.
     Cost: the host time of a rank's step; with stages, plus a forward and backward of the whole model on a microbatch,
@@ -106,13 +106,12 @@ class SharedRuns:
     """Results shared by runs on shapes of several ranks of a pipeline. Filled by the first run, used by later runs."""
 
     cut: Cut | None = None  # of the model into stages
-    forms: dict[tuple[int, ...], MessageForms] = field(
-        default_factory=dict
-    )  # of messages, by the rank's place in a stage
+    # Of messages, by the rank's place in a stage.
+    forms: dict[tuple[int, ...], MessageForms] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """The result of `run_on_shapes`; empty for a rank outside a mesh with stages."""
 
     communication: Communication = field(default_factory=Communication)
@@ -132,11 +131,12 @@ def run_on_shapes(
     listen: Callable[[Recorded], None] | None = None,
     repeats: bool = True,
     shared: SharedRuns | None = None,
-) -> Step:
+) -> RecordedStep:
     """`record`, with the layouts of parameters and the pipeline's schedule in the result.
 
     shape: the further arguments of `record`.
-    update: an optimizer's step with communication of its own, called with the rank's model after the gradients.
+    update: an optimizer's step with communication of its own, called with the rank's model after the gradients. None
+        for an optimizer without communication.
     listen, shared: as for `on_shapes`. listen is called again for a second run.
     repeats: whether a pipeline's actions run for few of the alike microbatches (`RepeatedActions`): only where model
         and criterion are Weft's own and backward only adds gradients up, as under ZeRO 0 and 1. Where a microbatch
@@ -146,7 +146,7 @@ def run_on_shapes(
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(model, mesh, plan, shape, listen, shared) as ready:
         if ready is None:
-            return Step()
+            return RecordedStep()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
         repeats = repeats and recorded.can_repeat and not ready.sync.sends_every_pass
         if pipeline is not None and repeats and can_repeat(model, shape.criterion):
@@ -165,7 +165,7 @@ def run_on_shapes(
             if update is not None:
                 update(ready.model)
                 after_phase("optimizer")
-        step = Step(
+        step = RecordedStep(
             Communication.of(issued),
             shapes_of(ready.model),
             layouts_of(ready.model),
@@ -210,7 +210,7 @@ def on_shapes(
 ) -> Iterator[PreparedStep | None]:
     """A context with a rank's step prepared on shapes: yields the `PreparedStep` to run inside.
 
-    listen: called with the recording before the model is laid out, to set listeners.
+    listen: called with the recording before the model is laid out, to set listeners. None: there are none.
     shared: for runs of several ranks of a pipeline with equal arguments; None for a single run.
     Yields None for a rank outside a mesh with the axis "pp".
     Further arguments and errors: as for `record`. Called by `run_on_shapes`, `follow_model`, `trace_step` and

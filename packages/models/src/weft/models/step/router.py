@@ -29,8 +29,8 @@ from .parts import LossWithParts, RouterParts, num_sums_of, split_loss
 class RouterReport:
     """The routers' parts of a step, the same on every rank: `StepResult.parts`."""
 
-    balance: Tensor  # scalar: the balance loss, a mean over microbatches
-    z: Tensor  # [layers with experts]: each layer's share of the z-loss, which is the sum of the shares
+    balance: Tensor  # scalar: the balance loss without its coefficient, a mean over microbatches
+    z: Tensor  # [layers with experts]: each layer's share of the z-loss without its coefficient, the sum of the shares
     load: Tensor  # [layers with experts, E]: the tokens of the batch given to each expert
 
 
@@ -40,7 +40,7 @@ class RouterLosses:
 
         loss = criterion(logits, targets) + balance * E * sum_e(f_e * P_e) + z * mean(logsumexp(router logits)**2)
 
-    f_e: choices of expert e over tokens times layers, all layers and ranks together, a constant for autograd. P_e:
+    f_e: choices of expert e in all layers on all ranks, divided by tokens times layers, a constant for autograd. P_e:
     the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
     For a model with `MixtureConfig.seq_aux`, f_e and P_e are those of one sequence and layer, and the balance loss is
     the mean over all sequences and layers: the same for any number of microbatches.
@@ -63,7 +63,7 @@ class RouterLosses:
 
     @property
     def num_sums(self) -> int:
-        """The number of the inner criterion's own sums; see `LossWithParts`."""
+        """The length of the inner criterion's `LossWithParts.sums`, for pipeline stages that call no criterion."""
         return num_sums_of(self.criterion)
 
     def __call__(self, output: Any, targets: Any) -> LossWithParts:

@@ -15,16 +15,16 @@ from ..checks import (
     check_at_least,
     check_at_most,
     check_decay_rates,
+    check_kinds,
 )
 from ..config import ModelConfig, shown
 from ..data.examples.example import Task
 from ..exact import parse_exact
+from ..plan_options import Context, Recompute, TokenTransport, Zero
 from ..schedules.pipeline_plan import PipelinePlan, Split
-from ..schedules.schedule import Name as Schedule
+from ..schedules.schedule import ScheduleName
 from .task_config import DPOConfig, KTOConfig, LoRAConfig, ReferenceKind, ReferenceMeshConfig, check_task_options
 
-Context = Literal["all_gather", "ulysses"]
-TokenTransport = Literal["exchange", "gather"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include work done once
 # optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on a rank
@@ -58,6 +58,7 @@ class MeshConfig:
     """Expert parallel: the ranks along ep share the experts of a mixture. Divides dp x cp, and adds no processes."""
 
     def __post_init__(self) -> None:
+        check_kinds("mesh", self)
         check_at_least("mesh", self, 1, "ep")
         check_at_most("mesh", self, MOST_RANKS, "ep")
         names = [name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None]
@@ -75,15 +76,15 @@ class PlanConfig:
     """Sequence parallelism: shard activations on the tokens between tensor-parallel layers."""
     context: Annotated[Context | None, shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
     """Attention under context parallelism: gather keys and values over cp, or exchange tokens for heads."""
-    schedule: Annotated[Schedule | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
+    schedule: Annotated[ScheduleName | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
     """Order of the microbatches in a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
     microbatches: Annotated[int | None, shown("INT", "1; in a pipeline, up to 8 that divide a rank's rows")] = None
     """Microbatches that a batch is split into, by rows."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
     """Pipeline stages: layers (cut evenly), layers per stage (1,2,1), or where stages begin (layers.1,layers.3)."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """What backward recomputes. selective: all but matrix products and communicated tensors; full: every block."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
     experts_tokens: Annotated[TokenTransport | None, shown("{exchange,gather}", "the cheaper by its price")] = None
     """With mesh.ep: send each token to the ranks that hold its experts, or gather all tokens on every rank along ep."""
@@ -92,6 +93,9 @@ class PlanConfig:
 
     exact: Annotated[str | None, shown("AXIS=SIZE,...", "off")] = None
     """Take sums in the order of a mesh of these sizes, as in dp=4,tp=2: equal bits on every mesh dividing the sizes."""
+
+    def __post_init__(self) -> None:
+        check_kinds("plan", self)
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.
@@ -143,6 +147,7 @@ class DataConfig:
     """Tokens per sequence. Longer conversations are cut at their end; a row of dpo has room for two sequences."""
 
     def __post_init__(self) -> None:
+        check_kinds("data", self)
         check_at_most("data", self, LARGEST, "batch_size", "sequence_length")
         check_at_least("data", self, 1, "batch_size", "sequence_length")
         if (tokens := self.batch_size * self.sequence_length) > LARGEST:
@@ -166,6 +171,7 @@ class MuonConfig:
     """Orthogonalize the query and key matrices head by head."""
 
     def __post_init__(self) -> None:
+        check_kinds("optimizer.muon", self)
         check_decay_rates("optimizer.muon", self, "momentum")
         check_at_least("optimizer.muon", self, 1, "ns_steps")
         check_at_most("optimizer.muon", self, 99, "ns_steps")  # the bound of torch.optim.Muon
@@ -199,6 +205,7 @@ class OptimizerConfig:
     """For --optimizer.name muon."""
 
     def __post_init__(self) -> None:
+        check_kinds("optimizer", self)
         if self.name not in OPTIMIZERS:
             why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
             raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
@@ -289,6 +296,7 @@ class TrainConfig:
     """The model; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
+        check_kinds("train", self)
         check_at_most(
             *("train", self, LARGEST),
             *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout", "digests"),

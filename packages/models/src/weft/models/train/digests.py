@@ -54,10 +54,11 @@ def _by_microbatch(model: nn.Module, run: Run) -> tuple[str, ...]:
 class Against:
     """Compares each step of a run with the digests of an earlier run, on rank 0. Made by `train` on every rank."""
 
-    def __init__(self, run: Run, folder: Path, header: Header, *, first_step: int) -> None:
+    def __init__(self, run: Run, folder: Path, header: Header, *, resumed_step: int) -> None:
         """Reads the digests of the earlier run, on rank 0.
 
-        folder: of the earlier run. header: of this run. first_step: the number of steps already taken.
+        folder: of the earlier run. header: of this run. resumed_step: of the checkpoint that this run begins with; 0
+            for a new run.
         Communication: a broadcast of rank 0's error. Raises ValueError, on every rank, for unreadable digests, and for
         runs that cannot be compared.
         """
@@ -65,16 +66,16 @@ class Against:
         self._recorded: RunDigests | None = None
         self._judge: Judge | None = None
         self._previous: StepDigests | None = None
-        error = attempt(self._begin, run, folder, header, first_step) if dist.get_rank() == 0 else None
+        error = attempt(self._begin, run, folder, header, resumed_step) if dist.get_rank() == 0 else None
         raise_on_all(error, dist.is_initialized())
 
-    def _begin(self, run: Run, folder: Path, header: Header, first_step: int) -> None:
+    def _begin(self, run: Run, folder: Path, header: Header, resumed_step: int) -> None:
         """`__init__` on rank 0."""
         self._recorded = read_digests(folder)
         same_start = run.resume is not None and run.resume.parent.resolve() == folder.resolve()
         headers = (*self._recorded.headers.values(), header)
         self._judge = Judge(
-            (self._recorded.header_of(first_step + 1), header), same_start=same_start, exact=shared_exact(headers)
+            (self._recorded.header_of(resumed_step + 1), header), same_start=same_start, exact=shared_exact(headers)
         )
 
     def add(self, digests: list[StepDigests]) -> str:

@@ -54,7 +54,8 @@ def evaluate_examples(
         and the loss of DPO; see `_pair_figures`.
     kto: with a reference, rewards and the loss of KTO, with the divergence over all examples, as of a run's held-out
         examples; see `_judged_figures`.
-    rows: in a call of the model. pairs, judged: the options of the losses; None: the defaults. Raises LossNotFinite.
+    reference: None: without rewards and preference losses. rows: in a call of the model. pairs, judged: the options of
+        the losses; None: the defaults. Raises LossNotFinite.
     """
     scores = _score(model, batches, task, rows, device, 0)
     figures = _mean(-float(scores.log_probabilities.sum()), scores.learned, len(scores.log_probabilities))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,15 +27,15 @@ from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..parallel.pipeline.cut import ranges_of
 from ..parallel.styles import PIPELINE_AXIS
-from ..predict.memory import compose, memory_parts, stage_peaks
+from ..predict.memory import MemoryParts, compose, memory_parts, stage_peaks
 from ..schedules.schedule import Schedule
 from ..step.alike import block_names
 from ..step.criterion import Criterion
-from ..step.followed_step import Memory, Peak
+from ..step.followed_step import Memory, Peak, total_of
 from ..step.forward_backward import microbatch_key
-from ..step.memory import predict_memory
+from ..step.memory import bytes_of_parameters, predict_memory
 from ..step.preference import ShapedPreferences
-from ..step.record import SharedRuns, Step, StepShape, run_on_shapes
+from ..step.record import RecordedStep, SharedRuns, StepShape, run_on_shapes
 from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
@@ -56,15 +56,17 @@ _PHASE_WORDS = {
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
-def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> None:
+def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> MemoryParts | None:
     """Print the layouts, schedule, collectives, memory and operations of `rank` in a training step.
 
     Called by the command `weft explain`. title: of the run. config, axes: as for `Outline.of`.
+    Returns the parts of the memory of rank 0, for a prediction on a chip; None for another rank, and without parts.
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
     report, outline = Report(enabled=True), Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
-    step = outline.record_step(rank, "cpu")
+    shared = SharedRuns()
+    step = outline.record_step(rank, "cpu", shared=shared)
     coordinate = outline.mesh.coordinate(rank)
     assert coordinate is not None, "the rank is one of the mesh"
     report.print_line(
@@ -83,16 +85,19 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
         report.print_line(outline.tokens_line)
     by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan)
     report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
-    states = count_states(outline.make_model(), config.optimizer)
-    memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
+    model = outline.make_model()
+    states, known_cut = count_states(model, config.optimizer), shared.cut
+    held = bytes_of_parameters(model, outline.mesh, outline.plan, rank=rank, states=states, known_cut=known_cut)
     frozen = 0
     if reference_of(config) == "model":
         of_reference = Outline.of_reference(config, axes)
         frozen = predict_memory(
             of_reference.make_model().requires_grad_(False), of_reference.mesh, of_reference.plan, rank=rank
         ).nbytes
-    report.print_line(_memory_table(memory, rank, frozen))
-    report.print_line(_peak_table(outline.predict_peak(rank, step.schedule), frozen))
+    report.print_line(_memory_table(total_of(held), rank, frozen))
+    parts = outline.memory_parts(rank)
+    report.print_line(_peak_table(outline.predict_peak(rank, step.schedule, parts), frozen))
+    return parts if rank == 0 else None
 
 
 def _batch_line(outline: Outline) -> str:
@@ -325,7 +330,7 @@ class Outline:
         examples_per_row: int = 1,
         listen: Callable[[Recorded], None] | None = None,
         shared: SharedRuns | None = None,
-    ) -> Step:
+    ) -> RecordedStep:
         """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
         documents, examples_per_row: as for `step_shape`.
@@ -343,32 +348,34 @@ class Outline:
                 clip_norm=clip_norm, update=update, listen=listen, shared=shared,
             )  # fmt: skip
 
-    def predict_peak(self, rank: int, schedule: Schedule | None) -> Peak:
+    def memory_parts(self, rank: int) -> MemoryParts | None:
+        """The parts of the memory of `rank` in a step on a GPU; None where blocks are few or not alike.
+
+        The update's memory is not included: torch's fused optimizers need none. Communication: none.
+        """
+        model, clip_norm = self.make_model(), self.config.optimizer.clip_norm
+        states, shape = count_states(model, self.config.optimizer), self.step_shape(rank)
+        with self.autocast_context("cpu"), suppress(ValueError):
+            return memory_parts(model, self.mesh, self.plan, shape, states=states, clip_norm=clip_norm)
+        return None
+
+    def predict_peak(self, rank: int, schedule: Schedule | None, parts: MemoryParts | None) -> Peak:
         """Predict the memory of `rank` at the peak of a step on a GPU. Communication: none.
 
-        schedule: of the pipeline; None without stages. Composed from models of few blocks where blocks are alike, else
-        from the whole step on shapes. The update's memory is not included: torch's fused optimizers need none.
+        schedule: of the pipeline; None without stages. parts: of `memory_parts`; None to run the whole step on shapes,
+            as is done where gradients of weights come later.
         """
-        shape, model = self.step_shape(rank), self.make_model()
-        with self.autocast_context("cpu"):
-            try:
-                parts = memory_parts(
-                    *(model, self.mesh, self.plan, shape),
-                    states=count_states(model, self.config.optimizer),
-                    clip_norm=self.config.optimizer.clip_norm,
-                )
-                names = block_names(model, self.plan)
-                if schedule is None:
-                    return compose(parts, blocks=len(names))
-                assert self.plan.pipeline is not None, "a schedule is of a pipeline"
-                _, ranges = ranges_of(model, self.plan.pipeline, schedule)
-                coordinate = self.mesh.coordinate(rank)
-                assert coordinate is not None, "the rank is one of the mesh"
-                return stage_peaks(parts, schedule, ranges)[coordinate[PIPELINE_AXIS]]
-            except ValueError:  # blocks are few or not alike, or gradients of weights come later
-                peak = self.predict_memory(rank).peak
-        assert peak is not None, "the memory of a step"
-        return peak
+        if parts is None or (schedule is not None and schedule.splits_backward):
+            whole = self.predict_memory(rank).peak
+            assert whole is not None, "the memory of a step"
+            return whole
+        if schedule is None:
+            return compose(parts, blocks=len(block_names(self.make_model(), self.plan)))
+        assert self.plan.pipeline is not None, "a schedule is of a pipeline"
+        _, ranges = ranges_of(self.make_model(), self.plan.pipeline, schedule)
+        coordinate = self.mesh.coordinate(rank)
+        assert coordinate is not None, "the rank is one of the mesh"
+        return stage_peaks(parts, schedule, ranges)[coordinate[PIPELINE_AXIS]]
 
     def predict_memory(self, rank: int) -> Memory:
         """Predict the memory of `rank` in a step on a GPU, by running the whole step on shapes. Communication: none."""

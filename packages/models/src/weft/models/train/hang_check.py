@@ -9,7 +9,7 @@ from weft.reshard.extension import Recorded
 from ..predict.hang_report import Hang
 from ..predict.hangs import NoHang
 from ..predict.rank_kinds import check_plan
-from ..step.record import SharedRuns, Step
+from ..step.record import RecordedStep, SharedRuns
 from .config import TrainConfig
 from .explanation import Outline
 from .memory_check import gpu_count
@@ -25,7 +25,7 @@ def check_run(config: TrainConfig, axes: Mapping[str, int]) -> NoHang | Hang:
 
     shared = SharedRuns()
 
-    def record_rank(rank: int, listen: Callable[[Recorded], None]) -> Step:
+    def record_rank(rank: int, listen: Callable[[Recorded], None]) -> RecordedStep:
         return outline.record_step(rank, "cpu", listen=listen, shared=shared)
 
     batch = outline.microbatch_rows, outline.batch_shape[1]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..processes import ProcessFailed, end_with_parent, run_together
+from ..processes import ProcessFailed, end_with_parent, listen_on_loopback, run_together
 from ..terminal import PROGRAM, begin_printing, printable
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD
 SIGNALED = 128  # added to a signal's number: the exit status of a process ended by the signal, as in a shell
 STOPPED = 3  # exit status of a process that has printed why the run stopped
 CPU_PROCESSES = 4  # processes on a machine without GPUs
-LOOPBACK = "lo"
 ECHO_SECONDS = 1.0  # wait before printing an error caused by another rank's failure: that rank prints the cause first
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
@@ -74,10 +72,7 @@ def launch(run: Run, *, gpus: int) -> int:
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
-    if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        # By default gloo and NCCL's bootstrap listen on an interface that other machines may reach.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, LOOPBACK)
+    listen_on_loopback()
     if not gpus:
         # With exact a process on any mesh has as many threads: products may depend on the number.
         threads = 1 if run.config.plan.exact else max(1, (os.cpu_count() or 1) // processes)

@@ -231,7 +231,7 @@ def _begin_digests(run: Run, trainer: Trainer, results: Results, first_step: int
     header = header_of(run, trainer.model)
     results.begin_digests(header, first_step)
     earlier = run.config.against
-    return None if earlier is None else Against(run, earlier, header, first_step=first_step)
+    return None if earlier is None else Against(run, earlier, header, resumed_step=first_step)
 
 
 def _keep_digests(trainer: Trainer, results: Results, against: Against | None) -> None:

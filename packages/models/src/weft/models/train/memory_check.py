@@ -18,6 +18,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from ..mixture_config import MixtureConfig
+from ..terminal import gib
 from .config import OptimizerConfig
 from .model_class import count_adapters, count_block_matrices, parameters_of
 from .recipes import RECIPES
@@ -84,16 +85,16 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
     if memory is None:
         return []
     need = memory_need(run, on_gpus=bool(gpus))
-    needs = f"needs at least {_gib(need.nbytes)} on {device}, without activations"
+    needs = f"needs at least {gib(need.nbytes, digits=1)} on {device}, without activations"
     if need.nbytes > memory.total:
         axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
         alternatives = ", or ".join(_alternatives(run, need, memory, on_gpus=bool(gpus)))
         raise ValueError(
-            f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
+            f"{run.title} on {axes} {needs}, and there are {gib(memory.total, digits=1)}; "
             + (f"would fit: {alternatives}" if alternatives else "give a smaller model")
         )
     if need.nbytes > USED * memory.available:
-        return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
+        return [f"memory may not suffice: the run {needs}, and {gib(memory.available, digits=1)} are free"]
     return []
 
 
@@ -196,10 +197,6 @@ def _is_cut(model: ModelConfig, tp: int) -> bool:
     return True
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
-
-
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
     """Memory of the machine or of a GPU, in bytes."""
@@ -225,7 +222,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 def gpu_memory() -> MachineMemory | None:
     """The memory of the smallest GPU available to this process, used or free; None without a GPU."""
-    least = min(gpu_bytes(), default=None)
+    least = min(_gpu_bytes(), default=None)
     return None if least is None else MachineMemory(least, least)
 
 
@@ -259,7 +256,7 @@ def _limit(file: Path) -> list[int]:
         return []
 
 
-def open_driver() -> tuple[ctypes.CDLL, int]:
+def _open_driver() -> tuple[ctypes.CDLL, int]:
     """The CUDA driver's library, and the number of GPUs available to this process.
 
     Raises OSError without a driver, and where the driver fails.
@@ -273,15 +270,15 @@ def open_driver() -> tuple[ctypes.CDLL, int]:
 def gpu_count() -> int:
     """The number of GPUs available to this process."""
     try:
-        return open_driver()[1]
+        return _open_driver()[1]
     except OSError:
         return 0
 
 
-def gpu_bytes() -> list[int]:
+def _gpu_bytes() -> list[int]:
     """The bytes of memory of each GPU available to this process."""
     try:
-        driver, count = open_driver()
+        driver, count = _open_driver()
     except OSError:
         return []
     device, nbytes, sizes = ctypes.c_int(0), ctypes.c_size_t(0), []

@@ -1,7 +1,7 @@
 """Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, and to plot.
 
 Plots show loss and speed, on the terminal or as a picture file. `Results` (results.py) calls the functions here. It
-appends the lines of metrics.jsonl with `append` of documents.py, which refuses a link.
+appends the lines of metrics.jsonl with `append` of safe_files.py, which refuses a link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import LARGEST
-from ..documents import parse_json, read_plain, write_anew
+from ..safe_files import parse_json, read_plain, write_anew
 
 HEIGHT = 10  # lines of a plot on a terminal, without the axis
 AXIS = 24  # columns left of the plot, for axis and labels

@@ -91,12 +91,12 @@ def config_class_of(name: str) -> type[ModelConfig]:
 
 
 def make_model_of(config: ModelConfig, name: str | None) -> nn.Module:
-    """Make the model of a config, of Weft or the user's class, with uninitialized parameters."""
+    """Make the model of a config, with uninitialized parameters. name: of the user's class; None: a model of Weft."""
     return make_model(config) if name is None else find_class(name)(config)
 
 
 def inputs_of(name: str | None) -> tuple[str, ...]:
-    """The names in INPUTS accepted by the model's forward; all names for a model of Weft."""
+    """The names in INPUTS accepted by the forward of the user's class `name`; None, a model of Weft, accepts all."""
     if name is None:
         return INPUTS
     parameters = inspect.signature(find_class(name).forward).parameters.values()
@@ -106,7 +106,10 @@ def inputs_of(name: str | None) -> tuple[str, ...]:
 
 
 def has_router(config: ModelConfig, name: str | None) -> bool:
-    """Whether the model returns router statistics: its config has experts, and its forward the parameter `router`."""
+    """Whether the model returns router statistics: its config has experts, and its forward the parameter `router`.
+
+    name: of the user's class; None: a model of Weft.
+    """
     if not isinstance(config, MixtureConfig):
         return False
     return name is None or ROUTER in inspect.signature(find_class(name).forward).parameters
@@ -188,7 +191,8 @@ def make_adapted_model(config: TrainConfig) -> nn.Module:
 def count_block_matrices(config: ModelConfig, name: str | None) -> int:
     """The number of parameters in the matrices of blocks, which muon updates; for the run's memory estimate.
 
-    For a model of Weft approximate: all parameters outside the tables, norms and biases included.
+    name: of the user's class; None: a model of Weft. The number is then approximate: all parameters outside the tables,
+    norms and biases included.
     """
     if name is None:
         return config.num_parameters - config.num_in_tables
@@ -204,8 +208,8 @@ def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     """Count (all parameters, parameters in matrix products): for a run's size, memory, and operations of a step.
 
     The second number excludes embedding tables used for look-ups only.
-    For a class of the user, the parameters of the model itself are counted, on the meta device: the config may
-    inherit the count of another model.
+    name: of the user's class; None: a model of Weft. For a class of the user, the parameters of the model itself are
+    counted, on the meta device: the config may inherit the count of another model.
     """
     if name is None:
         return config.num_parameters, config.num_multiplied

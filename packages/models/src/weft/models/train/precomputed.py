@@ -63,12 +63,12 @@ class PrecomputedReference:
             self._fill(scorer, print_line)
         else:
             assert checkpoint is not None, "steps were taken before"
-            on_rank_0(self._read_copy, checkpoint.parent / TABLE)
+            _on_rank_0(self._read_copy, checkpoint.parent / TABLE)
             self._broadcast()
             if (checkpoint.parent / TABLE).resolve() == copy.resolve():
                 return
         identity = run_identity(self._run.config, self._run.corpus.sha256)
-        on_rank_0(write_table, copy, identity, self._table)
+        _on_rank_0(write_table, copy, identity, self._table)
 
     def _fill(self, scorer: Scorer, print_line: PrintLine) -> None:
         """Fill the table of a new run, and write the missing files beside the data."""
@@ -198,6 +198,6 @@ class PrecomputedReference:
         return found.to(self._device)
 
 
-def on_rank_0(function: Callable[..., None], *arguments: object) -> None:
+def _on_rank_0(function: Callable[..., None], *arguments: object) -> None:
     """Call a function on rank 0. Raises its OSError or ValueError on every rank. Communication: a broadcast."""
     raise_on_all(attempt(function, *arguments) if dist.get_rank() == 0 else None, dist.is_initialized())

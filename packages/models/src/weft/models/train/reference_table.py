@@ -23,7 +23,7 @@ from ..checkpoint.adapter_config import base_folder, is_adapter_folder
 from ..checkpoint.huggingface import attempt
 from ..data.examples.source import ExampleMixture, Examples
 from ..data.manifest import file_sha256
-from ..documents import read_plain, write_first, write_shared
+from ..safe_files import read_plain, write_first, write_shared
 from .config import TrainConfig
 from .run import Run
 from .saved_run import as_json

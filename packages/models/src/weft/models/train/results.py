@@ -18,8 +18,8 @@ from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..compare.entries import Header, StepDigests
 from ..compare.record_file import DigestFile
 from ..data.tokenizer import Tokenizer
-from ..documents import append, write_anew
 from ..parallel import ParallelPlan
+from ..safe_files import append, write_anew
 from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
@@ -51,7 +51,8 @@ class Results:
     """The files in a run's folder: config.toml, plan.txt, versions.json, metrics.jsonl, curves.svg, digests.jsonl and
     the final model.
 
-    Made by `train` on every rank; only the rank with `writes` writes.
+    Made by `train` on every rank; only the rank with `writes` writes. tokenizer: saved with the final model; None: the
+    model's own, if any.
     From `begin` until the context is left or the process ends, the folder is locked for this run.
     """
 
@@ -89,8 +90,9 @@ class Results:
 
         step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
         taken again.
-        logged: length and checksum of the lines up to `step`, for `check_logged`.
-        arithmetic: from `arithmetic_of`, for plan.txt.
+        recipe: the name for config.toml; None for a run without a recipe.
+        logged: length and checksum of the lines up to `step`, for `check_logged`. None: the lines are not checked.
+        arithmetic: from `arithmetic_of`, for plan.txt; None without `plan.exact`.
         Returns, on the writing rank, the new paths of damaged checkpoints after `step`, which are renamed; empty on
         other ranks.
         Communication: with several ranks, a broadcast of the writing rank's error, if any.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.manifest import RUN, Manifest
 from ..checks import LARGEST
-from ..documents import as_type
+from ..safe_files import as_type
 from ..versions import versions
 from .config import TrainConfig
 from .folder import CHECKPOINT
@@ -47,8 +47,8 @@ def describe_run(
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
     held_out_loss: the held-out loss before the run's first step; None if nothing is held out.
-    logged: the length and checksum of metrics.jsonl, from `RunningChecksum.as_json`.
-    arithmetic: from `arithmetic_of`.
+    logged: the length and checksum of metrics.jsonl, from `RunningChecksum.as_json`; None: not saved.
+    arithmetic: from `arithmetic_of`; None without `plan.exact`.
     """
     return {
         "step": step,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from ..checks import check_above_zero, check_at_least, check_at_most
+from ..checks import check_above_zero, check_at_least, check_at_most, check_kinds
 from ..config import shown
 
 ReferenceKind = Literal["model", "adapters", "precomputed"]
@@ -27,6 +27,7 @@ class LoRAConfig:
     """Dropout of an adapter's input."""
 
     def __post_init__(self) -> None:
+        check_kinds("lora", self)
         check_at_least("lora", self, 0, "rank", "dropout")
         check_at_most("lora", self, 2**20, "rank")
         check_above_zero("lora", self, "alpha")
@@ -50,6 +51,7 @@ class DPOConfig:
     """Take means of log-probabilities over an answer's tokens in place of sums; ipo always does."""
 
     def __post_init__(self) -> None:
+        check_kinds("dpo", self)
         check_above_zero("dpo", self, "beta")
         check_at_least("dpo", self, 0, "label_smoothing")
         if self.label_smoothing >= 0.5:
@@ -70,6 +72,7 @@ class KTOConfig:
     """Weight of the losses of undesirable completions."""
 
     def __post_init__(self) -> None:
+        check_kinds("kto", self)
         check_above_zero("kto", self, "beta")
         check_at_least("kto", self, 0, "desirable_weight", "undesirable_weight")
 
@@ -88,6 +91,7 @@ class ReferenceMeshConfig:
     """Tensor parallel."""
 
     def __post_init__(self) -> None:
+        check_kinds("reference_mesh", self)
         sizes = (name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None)
         check_at_least("reference_mesh", self, 1, *sizes)
 

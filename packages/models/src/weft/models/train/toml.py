@@ -6,12 +6,11 @@ import dataclasses
 import difflib
 import hashlib
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..documents import read_plain
+from ..safe_files import parse_toml, read_plain
 from .config import TrainConfig
 
 _OF_ONE_RUN = ("output", "resume", "against")  # paths of a single run, left out of the file
@@ -21,7 +20,6 @@ _OF_ONE_RUN = ("output", "resume", "against")  # paths of a single run, left out
 OPTIONS = {"model_class": "model"}
 LARGEST = 2**20  # bytes of a file; a run's config.toml has about a thousand
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEEPEST = 8  # dots in a name; options have at most three
 
 _SUM = "# sha256 of all above: "
 
@@ -63,17 +61,7 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
         content = read_plain(path, limit=LARGEST)
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
-    try:
-        text = content.decode("utf-8")
-        if any(
-            line.partition("=")[0].count(".") > _DEEPEST for line in text.splitlines()
-        ):  # tomllib would take minutes
-            raise RecursionError
-        values = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"config {path} nests too deeply to be read; no option has so many dots or brackets") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number with more digits than Python reads
-        raise ValueError(f"config {path} is not TOML: {error}") from None
+    values = parse_toml(content, f"config {path}", "no option has so many dots or brackets")
     recipe = values.pop("recipe", None)
     if recipe is not None and not isinstance(recipe, str):
         raise ValueError(f"config {path} has recipe = {recipe!r:.60}; give a recipe's name")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..documents import write_anew
+from ..safe_files import write_anew
 from ..terminal import install_command
 from .config import TrackerName, TrainConfig
 from .report import Metrics

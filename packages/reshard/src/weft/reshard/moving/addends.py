@@ -19,10 +19,10 @@ from .tree import tree_order, tree_reduce
 
 @dataclass(frozen=True, slots=True)
 class Addends:
-    """The leading dims of a local tensor with stacked addends. axes: the mesh axis of each dim. sizes: the folds."""
+    """The leading dims of a local tensor with stacked addends."""
 
-    axes: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()  # the mesh axis of each dim
+    sizes: tuple[int, ...] = ()  # of the dims: coordinates of the named mesh for which the rank stands
 
     def collapse(self, local: Tensor, axes: Sequence[str], op: str = "sum") -> Tensor:
         """Adds the rank's own addends along `axes`, in the tree.

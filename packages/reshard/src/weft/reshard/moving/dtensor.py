@@ -36,7 +36,13 @@ def layout_of(dtensor: DTensor) -> Layout:
     A DTensor that FSDP2 shards on top of tensor parallelism is cut by tp first: "tp: S(0), dp: S(0)".
     Raises LayoutError for placements beyond Shard, Replicate and Partial, and for strided shards of any other origin.
     """
-    return layout_on(dtensor.device_mesh, dtensor.placements)
+    try:
+        mesh, placements = dtensor.device_mesh, dtensor.placements
+    except AttributeError:
+        raise ValueError(
+            f"layout_of takes a DTensor, got a {type(dtensor).__name__}; make a DTensor with distribute()"
+        ) from None
+    return layout_on(mesh, placements)
 
 
 def is_strided(dtensor: DTensor) -> bool:
@@ -258,6 +264,8 @@ def distribute(
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"distribute takes a tensor, got a {type(tensor).__name__}; give torch.tensor() of it")
     rank = this_rank()
     if not isinstance(layout, Layout):
         mesh = mesh_argument(layout, device_mesh)

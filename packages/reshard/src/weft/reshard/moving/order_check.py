@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft.mesh import ProcessMesh
+from weft.mesh.extension import is_number
 
 from ..world.groups import format_ranks, this_rank
 
@@ -48,7 +49,7 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
     global _check
     if _check is not None:
         raise RuntimeError("check_order is on already; leave it before entering another")
-    if not 0 < timeout < math.inf:
+    if not (is_number(timeout) and 0 < timeout < math.inf):
         raise ValueError(f"timeout is {timeout!r} s; give a finite number of seconds > 0")
     _check = check = _Check(timeout)
     reason = ""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, ProcessMesh, Replicate, as_placement
 
+from ..planning.plan import check_limits
 from ..world.dynamo import in_graph, is_compiling
 from ..world.groups import this_rank
 from .collectives import Pending
@@ -123,6 +124,8 @@ def _start(
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     on_mesh, placements = _mesh_and_placements(mesh, device_mesh, placements)
+    if topology is not None or memory_limit is not None:
+        check_limits(topology, memory_limit)
     change = cached_change(dtensor, on_mesh, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
@@ -167,6 +170,8 @@ class _GradientReshard:
 
 def to_global(dtensor: DTensor) -> Tensor:
     """The whole tensor, on every rank of the mesh. Communication: a reshard to Replicate on every axis."""
+    if not isinstance(dtensor, DTensor):
+        raise ValueError(f"to_global takes a DTensor, got a {type(dtensor).__name__}; a plain tensor is whole already")
     return reshard(dtensor, placements=[Replicate()] * dtensor.device_mesh.ndim).to_local()
 
 

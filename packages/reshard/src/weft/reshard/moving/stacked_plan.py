@@ -1,6 +1,7 @@
-"""Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run with the named mesh's sums, to the bit.
+"""Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run, with the bits of the named mesh's sums.
 
-Most plans run unchanged, because the collectives add in the tree (collectives.py). `_differs` lists the plans that
+Inside `exact_sums`, collectives add by a binary tree over the coordinates of the named mesh (tree.py), equal on every
+mesh. Most plans therefore run unchanged. `_differs` lists the plans that
 cannot: a `StackedPlan` runs in their place.
 """
 
@@ -122,15 +123,17 @@ class _Stage:
 
 
 class StackedPlan:
-    """A plan with the named mesh's sums, ready to run on this rank. Made by `prepare_exact`, run as PreparedPlan.
+    """A plan with the named mesh's sums, ready to run on this rank. Made by `prepare_exact`.
+
+    Callers use a StackedPlan as a PreparedPlan, by `start` and `does_nothing`.
 
     Axes are reduced in the tree's order, innermost first. A rank adds the addends of its coordinates, then a plan adds
-    the ranks' sums. Where a later axis has stacked addends, the plan runs once for each of these: more bytes than the
-    ordinary plan. Along axes still Partial at the end, too, the plan runs for each addend. `_region_axis` says which
-    addends a newly Partial axis gets; with Partial("avg"), every addend is the value.
+    the ranks' sums. Where an axis to be reduced later has stacked addends, the plan runs once for each addend, and more
+    bytes move than by the ordinary plan. The same holds for axes that stay Partial. `_region_axis` says which addends a
+    newly Partial axis gets; with Partial("avg"), every addend is the value.
     """
 
-    does_nothing = False  # as of PreparedPlan: whether a run returns the local tensor itself
+    does_nothing = False  # `PreparedPlan.does_nothing`: True where a run returns the local tensor itself
 
     def __init__(self, plan: Plan, target: Layout, mesh: DeviceMesh) -> None:
         self._plan, self._target, self._mesh, self._rank = plan, target, mesh, this_rank()
@@ -150,11 +153,14 @@ class StackedPlan:
         self._communicates = any(stage.prepared.communicates for stage in self._stages)
 
     def start(self, local: Tensor) -> Pending:
-        """Starts the first collective on this rank's local tensor; `wait()` runs the rest. As `PreparedPlan.start`."""
-        return run_or_replay(self.run, local) if self._communicates else Pending(self.run(local))
+        """Starts the first collective on this rank's local tensor; `wait()` runs the rest.
 
-    def run(self, local: Tensor) -> Running:
-        """`start`, as a generator of the collectives."""
+        Inside `replay_received` nothing is sent: the result is the tensor received in forward.
+        """
+        return run_or_replay(self._run, local) if self._communicates else Pending(self._run(local))
+
+    def _run(self, local: Tensor) -> Running:
+        """The stages as a generator of their collectives, without `replay_received`."""
         op = "sum" if self._op == "avg" else self._op
         for stage in self._stages:
             addends = stage.addends

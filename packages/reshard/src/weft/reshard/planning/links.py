@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.mesh.extension import is_number
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -19,9 +21,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0):
+        if not (is_number(self.latency) and 0 <= self.latency < math.inf):
             raise ValueError(f"a link's latency is {self.latency!r} s; give a finite number of seconds >= 0")
-        if not self.bandwidth > 0:
+        if not (is_number(self.bandwidth) and self.bandwidth > 0):
             raise ValueError(f"a link's bandwidth is {self.bandwidth!r} bytes/s; give a number > 0")
 
 
@@ -30,17 +32,21 @@ UNUSED = Link(0.0, math.inf)  # for an axis of size 1, which carries no messages
 
 @dataclass(frozen=True, slots=True, init=False)
 class Links:
-    """The links of a mesh's axes. `Topology` is the public form."""
+    """The links of a mesh's axes. `Topology` is the public form. between: None: the slowest of the axes' links."""
 
     links: tuple[tuple[str, Link], ...]  # (axis, link), sorted by axis
     between: Link  # between ranks of different meshes; by default the slowest of the axes' links
 
     def __init__(self, links: Mapping[str, Link], between: Link | None = None) -> None:
+        if not isinstance(links, Mapping):
+            raise ValueError(f"the links of the Topology are {links!r}; give the link of each axis by the axis' name")
         if not links:
             raise ValueError("the Topology has no axes; give the link of each axis, as in {'tp': Link(2e-6, 400e9)}")
         for axis, link in links.items():
             if not isinstance(link, Link):
                 raise ValueError(f"axis {axis!r} has the link {link!r}; give Link(latency, bandwidth)")
+        if between is not None and not isinstance(between, Link):
+            raise ValueError(f"between is {between!r}; give Link(latency, bandwidth), or None")
         object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda item: item[0])))
         object.__setattr__(
             self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))

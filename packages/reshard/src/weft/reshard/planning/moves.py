@@ -1,5 +1,6 @@
 """Moves: candidate steps between specs, with their traffic. The search (search.py) compares ways: lists of moves.
 
+A spec (`ShardSpec`) lists for each dim the axes that shard the dim, major first.
 The traffic of a move says, for each axis, how many messages and elements the busiest rank receives. The traffic follows
 from sizes alone: every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
 otherwise counts padding. The algorithms counted:
@@ -60,13 +61,16 @@ class MoveBuilder:
     """Makes the moves between specs of a tensor, for `Candidates`."""
 
     sizes: Sizes
-    # Give gathers over several axes both as a single collective and as one per axis, in several orders. `Candidates`
-    # then lists more ways, too.
+    # Whether to list gathers over several axes both as a single collective and as a collective per axis, in several
+    # orders. `Candidates` then lists more ways, too.
     thorough: bool
-    apart: bool  # reduce over several axes by a collective per axis, the fastest axis first
+    apart: bool  # whether to reduce over several axes by a collective per axis, the fastest axis first
 
     def slices(self, src: ShardSpec, dst: ShardSpec) -> Way:
-        """Slices along the axes which `dst` adds to `src`. In `dst`, each dim's axes begin with the axes in `src`."""
+        """Slices along the axes which `dst` adds to `src`.
+
+        In `dst`, each dim's axes must begin with the dim's axes in `src`.
+        """
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
             for axis in b[len(a) :]:
@@ -75,11 +79,11 @@ class MoveBuilder:
         return way
 
     def gathers(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
-        """Ways to gather the axes which `dst` lacks. In `src`, each dim's axes begin with the axes in `dst`.
+        """Ways to gather the axes which `dst` lacks. In `src`, each dim's axes must begin with the dim's axes in `dst`.
 
-        First, where shards divide evenly or each dim has one axis to gather: one AllGather of all axes. If thorough,
-        also with a collective per axis. Then, where a dim has several axes to gather, or if thorough: an AllGather for
-        each axis, minor axes first.
+        The first ways have one AllGather of all axes: as a single collective, and if `thorough` also as a collective
+        per axis. They need shards that divide evenly, or a single axis to gather in each dim. The last way, where a dim
+        has several axes to gather or if `thorough`, has an AllGather for each axis, minor axes first.
         """
         cut = [(axis, dim) for dim, (a, b) in enumerate(zip(src, dst, strict=True)) for axis in a[len(b) :]]
         if not cut:

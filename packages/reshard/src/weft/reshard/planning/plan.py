@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from weft.mesh import Layout, LayoutError, Partial, Replicate, Shard
 from weft.mesh.extension import WIDTH as PICTURE_WIDTH
-from weft.mesh.extension import coloured, draw
+from weft.mesh.extension import as_int, as_shape, coloured, draw
 
 from .costs import lower_bound_elements, peak_elements, received_elements, seconds_of
 from .exchange import messages_of
@@ -189,12 +189,27 @@ def plan(
     topology: the links of the axes: the plan then has the fewest predicted seconds. None: the plan has the fewest
         bytes received by the busiest rank.
     memory_limit: bytes allowed to be alive at the same time on a rank: the source, a step's input, its result and
-        buffers.
+        buffers. None: no limit.
     Raises LayoutError where a layout shards a dim outside the shape, and where the reductions of the
     layouts cannot be combined or do not exist for the dtype.
-    Raises LayoutError where every plan found exceeds the memory limit.
+    Raises LayoutError where every plan found exceeds the memory limit; ValueError for arguments of a wrong kind.
     """
-    return _plan(src, dst, tuple(shape), dtype, topology, memory_limit)
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise ValueError(f"plan: {name} is {layout!r}; give a Layout, as Layout(mesh, 'dp: S(0)')")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"plan: dtype is {dtype!r}; give a torch.dtype, as torch.float32")
+    check_limits(topology, memory_limit)
+    sizes = tuple(shape) if isinstance(shape, torch.Size) else as_shape(shape)  # sizes of a torch.Size may be symbols
+    return _plan(src, dst, sizes, dtype, topology, memory_limit)
+
+
+def check_limits(topology: object, memory_limit: object) -> None:
+    """Raises ValueError for a topology or a memory limit of a wrong kind. Called by `plan` and by `reshard`."""
+    if topology is not None and not isinstance(topology, Links):
+        raise ValueError(f"topology is {topology!r}; give a Topology, or None")
+    if memory_limit is not None:
+        as_int("memory_limit", memory_limit)
 
 
 @lru_cache(maxsize=65536)

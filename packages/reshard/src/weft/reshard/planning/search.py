@@ -113,7 +113,7 @@ def _steps(way: Way, task: SearchTask) -> tuple[Step, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SearchTask:
-    """A change between two layouts of a mesh, in specs and sizes. Made by `Task.between`."""
+    """A change between two layouts of a mesh, in specs and sizes. Made by `SearchTask.between`."""
 
     src: Layout
     sizes: Sizes

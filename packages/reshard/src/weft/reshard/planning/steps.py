@@ -140,7 +140,7 @@ def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
     return (step.dim,) if isinstance(step.dim, int) else step.dim
 
 
-def placement_changes(step: Step) -> list[tuple[str, Placement, Placement]]:
+def _placement_changes(step: Step) -> list[tuple[str, Placement, Placement]]:
     """For each axis changed by the step: (axis, placement before, placement after). Empty for a Targeted step."""
     match step:
         case AllGather():
@@ -163,7 +163,7 @@ def layout_after(step: Step, layout: Layout) -> Layout:
     """The layout after the step. Raises LayoutError where the step cannot start from `layout`."""
     if isinstance(step, Targeted):
         return step.target
-    changes = placement_changes(step)
+    changes = _placement_changes(step)
     for axis, before, _ in changes:
         if layout[axis] != before:
             raise LayoutError(f"{step} starts from {before} on axis {axis!r}, but the layout is ({layout})")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Partial, ProcessMesh, Shard
-from weft.mesh.extension import parts_of_axes
+from weft.mesh.extension import is_number, parts_of_axes
 
 from ..moving.dtensor import as_process_mesh, layout_of, local_of
 from ..moving.waits import wait_for
@@ -50,10 +50,10 @@ def clip_grad_norm_(
     and inf, and for a Partial gradient, which is only this rank's addend; RuntimeError for gradients before
     GradientSync's `wait()`.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
+    if not (is_number(max_norm) and max_norm >= 0):
+        raise ValueError(f"max_norm is {max_norm!r}; give a number >= 0")
+    if not (is_number(norm_type) and norm_type > 0):
+        raise ValueError(f"norm_type is {norm_type!r}; give a number > 0, or inf")
     unique = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
     refuse_before_wait(unique, "clip_grad_norm_()")
     group, counts_plain = _group_and_counter(list(unique), mesh)

@@ -36,7 +36,8 @@ def exact_norm(
 
     tensors: this rank's elements, floating-point, of any shapes; an element that several ranks hold is given by one.
     norm_type: p: 1, 2 or inf.
-    group: the ranks; None for this rank alone.
+    group: the ranks; None for this rank alone. device: of the result where `tensors` is empty; None: torch's
+        default.
     NaN and infinite elements give NaN and infinity. The sum of the powers of n elements has a relative error of at most
     n * 2**-80 and a few roundings of float64, whatever the magnitudes. Powers of float64 elements are rounded first.
     Communication: an all-reduce of a maximum, one int64; but for inf, also an all-reduce of a sum, four int64.

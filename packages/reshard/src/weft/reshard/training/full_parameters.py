@@ -12,17 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 from weft.mesh import Layout
 
 from ..moving.dtensor import layout_of, memory_of, wrap
 from ..world.groups import this_rank
-from .hooks import backward_is_running, weak_hook
+from .hooks import after_step, backward_is_running, before_step
 
 
 class GatheringUnit(Protocol):
@@ -194,11 +190,8 @@ class ModelGathering:
         self._units_in_backward: dict[int, list[GatheringUnit]] = {}
         self._last_order: list[GatheringUnit] = []  # units in the order of the last forward pass
         self._present_order: list[GatheringUnit] = []  # units in the order of the present forward pass, so far
-        for hook in (
-            register_optimizer_step_pre_hook(weak_hook(self._before_step)),
-            register_optimizer_step_post_hook(weak_hook(self._after_step)),
-        ):
-            weakref.finalize(self, hook.remove)
+        before_step.add(self._before_step)
+        after_step.add(self._after_step)
 
     def __reduce__(self) -> tuple[type[ModelGathering], tuple[()]]:
         """A copied or pickled model has new parameters, and no full copies; the model's units add themselves."""
@@ -301,7 +294,7 @@ class ModelGathering:
         earlier = order[: order.index(unit)] if unit in order else []
         return next((each for each in reversed(earlier) if each.goes_backward), None)
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""
         for parameter in _parameters(optimizer):
             full = self.get(parameter)
@@ -311,7 +304,7 @@ class ModelGathering:
                     f"and would miss them; keep a GradientSync(model), and call its wait() before the step"
                 )
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         """Counts the step of each changed shard: fused and foreach optimizers do not increase tensors' versions."""
         for parameter in _parameters(optimizer):
             full = self.get(parameter)

@@ -12,12 +12,21 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from weft.mesh.extension import as_int
 
 from ..moving.dtensor import dtensor_spec, memory_of
 from ..moving.reshard import reshard
 from ..world.exact import exact_axes
 from .buckets import Bucket, Route
 from .pending_gradient import Forms, GradientForm, Leaf, cast_grad
+
+
+def check_buckets(bucket_bytes: int, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a bucket without room, and for a dtype in which no gradients are summed."""
+    if as_int("bucket_bytes", bucket_bytes) < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}; give a floating-point dtype, in which gradients are summed")
 
 
 class GradientBuckets:

@@ -29,7 +29,11 @@ Result = TypeVar("Result")
 
 
 class Sent(NamedTuple):
-    """How far a rank has sent in backward: all positions (send_order.py) before `position`, without `skipped`."""
+    """How far a rank has sent in backward: all positions before `position`, without `skipped`.
+
+    A position is a place in the order of sends: turn * number of leaves + the leaf's index. A round has several turns
+    only with ZeRO 2 and 3: see send_order.py.
+    """
 
     position: int
     skipped: frozenset[int]
@@ -43,15 +47,15 @@ class Sent(NamedTuple):
 class PresenceMessage:
     """A rank's message about a round (send_order.py): which gradients the rank has."""
 
-    round: int  # number of the round
+    round: int  # number of the round: a `GradientSync.wait()`, or with ZeRO 2 and 3 the end of a `paused()`
     done: bool  # whether the rank has come to the end of the round; the message is final then
     reads: bool  # whether the rank reads its peers' messages, and gives zeros for gradients only peers have
-    turns: int  # the largest number of gradients of a leaf
-    gather_order: int  # GradientBuckets.gather_order
+    turns: int  # the largest number of gradients that this rank has of a leaf in the round
+    gather_order: int  # `GradientBuckets.gather_order`: with ZeRO 3, where gathers of parameters came between sums
     sent: Sent
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
-    # By leaf index, the number of gradients that this rank sends in the round; only for leaves of which this rank has
-    # more to send than the order of the first turn: a leaf outside the order, or a further gradient of a leaf.
+    # {a leaf's index: the number of gradients that this rank sends in the round}. Leaves that are sent once, in their
+    # place in the order, are left out. The rest are leaves outside the order, and leaves with further gradients.
     more: dict[int, int]
 
 
@@ -74,11 +78,12 @@ class GradientPresence:
             self._world, self._name = world(), _unique_name(leaves)
 
     def publish_early(self, leaf_forms: tuple[Forms, ...], sent: Sent, *, repeat: bool) -> None:
-        """Publishes, during backward, which gradients this rank has sent; once in a round unless `repeat`.
+        """Publishes, during backward, which gradients this rank has sent. Called before the wait for an older bucket.
 
         A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
-        repeat: publish each time. In the first step a rank without gradients learns the zeros' forms by messages, and
-        after the first turn, how far this rank has sent.
+        repeat: publish at every call, not at the first of a round only. True in the first step, where a rank without
+            gradients learns the forms of zeros by these messages alone, and after the first turn of a round, where the
+            rank learns by these messages how far this rank has sent.
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
@@ -115,7 +120,7 @@ class GradientPresence:
             )
 
     def advance(self) -> None:
-        """Ends the round: the next message is about the next round."""
+        """Ends the round: the next message is about the next round. Called at the end of `wait()` and of `paused()`."""
         self._round, self._published_early = self._round + 1, False
 
     def any_gradient_on(self, mesh: ProcessMesh) -> bool:
@@ -140,7 +145,10 @@ class GradientPresence:
         return self._wait_until(mesh, lambda message: message.sent.includes(position))
 
     def peer_messages(self, leaf: Leaf) -> dict[int, PresenceMessage]:
-        """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
+        """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final.
+
+        Called at the end of a round for each leaf, on a rank that reads messages.
+        """
         self._wait_until(leaf.mesh, lambda message: None)
         return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,9 +22,9 @@ from ..moving.dtensor import layout_of, wrap_with_spec
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .exact_step import check_exact_step
 from .gathered_modules import gathering_units
-from .gradient_buckets import GradientBuckets
+from .gradient_buckets import GradientBuckets, check_buckets
 from .gradient_presence import GradientPresence
-from .hooks import weak_hook
+from .hooks import before_step, weak_hook
 from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, copy_of_stacked, grad_of
 from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
@@ -49,7 +49,7 @@ class GradientSync:
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis shards the first dim divisible by the axis's size, else dim 0.
+        all-reduced. Each axis shards the first dim divisible by the axis's size, else dim 0. None: over no axis.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
@@ -91,10 +91,9 @@ class GradientSync:
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}; give a floating-point dtype, in which gradients are summed")
+        check_buckets(bucket_bytes, dtype)
+        if not (shard_over is None or isinstance(shard_over, str | Sequence)):
+            raise ValueError(f"shard_over is {shard_over!r}; give the name of an axis, or a sequence of names")
         axes = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
         named: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
         for name, parameter in named.items():
@@ -135,8 +134,7 @@ class GradientSync:
         self._in_wait = self._paused = False  # whether `wait()` runs; whether a `paused()` is open
         self._unsynchronized = False  # whether any leaf has a gradient since `wait()`
         _syncs.add(self)
-        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weak_hook(self._before_step))]
-        weakref.finalize(self, self._hooks[0].remove)
+        self._hooks: list[RemovableHandle] = [before_step.add(self._before_step)]
         self._hook_parameters()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -261,7 +259,7 @@ class GradientSync:
         self._unhooked.clear()
         self._unsynchronized = False
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         check_exact_step(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._raise_if_unsynchronized(parameters, f"{type(optimizer).__name__}.step()", "optimizer.step()")

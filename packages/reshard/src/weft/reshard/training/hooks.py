@@ -1,6 +1,7 @@
 """Parts of hooks on tensors, modules and optimizers.
 
-`weak_hook`: a hook on a method without keeping the object alive. `tensors_of`, `differentiable`: the tensors to hook in
+`weak_hook`: a hook on a method without keeping the object alive. `StepHooks`: methods called before or after every
+optimizer's step. `tensors_of`, `differentiable`: the tensors to hook in
 a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
 `with_mixin`: the class of a module whose calls are changed.
 """
@@ -8,12 +9,15 @@ a call's nested arguments or results. `backward_is_running`: whether a hook, or 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
@@ -30,6 +34,41 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
 
     return call
 
+
+class StepHooks:
+    """Methods to call at every optimizer's step, each while the method's object is alive.
+
+    torch holds one hook for all methods, registered with the first method and never removed. The garbage collector may
+    end a model at any moment, also while torch loops over its hooks: a hook removed in the loop would end the step with
+    "OrderedDict mutated during iteration".
+    """
+
+    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
+        """register: a function of torch which registers a hook for every optimizer."""
+        self._register = register
+        self._is_registered = False
+        self._methods: OrderedDict[int, weakref.WeakMethod[Callable[[Optimizer], None]]] = OrderedDict()
+
+    def add(self, method: Callable[[Optimizer], None]) -> RemovableHandle:
+        """Calls `method` with the optimizer at every step from now on. Returns a handle that removes the method."""
+        if not self._is_registered:
+            self._register(self._call)
+            self._is_registered = True
+        handle = RemovableHandle(self._methods)
+        self._methods[handle.id] = weakref.WeakMethod(method)
+        return handle
+
+    def _call(self, optimizer: Optimizer, *_: object) -> None:
+        for number, weak_method in list(self._methods.items()):
+            method = weak_method()
+            if method is None:
+                self._methods.pop(number, None)
+            else:
+                method(optimizer)
+
+
+before_step = StepHooks(register_optimizer_step_pre_hook)
+after_step = StepHooks(register_optimizer_step_post_hook)
 
 _subclasses: dict[tuple[type, type], type[nn.Module]] = {}  # of `with_mixin`: one for each mixin and class
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from weft.mesh import Layout
+from weft.mesh.extension import as_int, is_number
 
 from ..moving.collectives import Pending
 from ..moving.dtensor import layout_of, memory_of, shape_of
@@ -51,8 +52,8 @@ class Muon(torch.optim.Optimizer):
     update by itself: ranks with copies of the matrix all compute the same update. Besides the states, a rank holds at
     most two whole matrices, in bfloat16.
     Communication of `step`: as `update_matrices`; also a reshard of each gradient whose layout is not the parameter's.
-    Raises ValueError where a group without `adamw` has parameters besides floating-point matrices and stacks, and where
-    `rows` does not divide a matrix.
+    Raises ValueError for options out of range, where a group without `adamw` has parameters besides floating-point
+    matrices and stacks, and where `rows` does not divide a matrix.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Raises ValueError where the group's parameters do not fit the group's options."""
+    """Raises ValueError for options out of range, and where the group's parameters do not fit the options."""
+    _check_options(group)
     for parameter in () if group["adamw"] else group["params"]:
         shape, rows = tuple(parameter.shape), group["rows"]
         if parameter.ndim not in (2, 3) or not parameter.is_floating_point():
@@ -184,6 +186,35 @@ def _check_group(group: dict[str, Any]) -> None:
                 f"Muon got rows={rows} for a parameter of shape {shape}; give a number that divides the rows of a "
                 f"matrix [n, m], or None"
             )
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Raises ValueError for an option out of range. An lr may be a tensor of one element, as in torch's optimizers."""
+    if not isinstance(group["lr"], Tensor) or group["lr"].numel() != 1:
+        _check_numbers("lr", (group["lr"],), math.inf, "a finite number, 0 or more")
+    for name in ("weight_decay", "eps", "adamw_eps"):
+        _check_numbers(name, (group[name],), math.inf, "a finite number, 0 or more")
+    _check_numbers("momentum", (group["momentum"],), 1, "a decay rate, 0 or more, and below 1")
+    for name, count in (("betas", 2), ("ns_coefficients", 3)):
+        values = group[name]
+        if not isinstance(values, tuple | list) or len(values) != count:
+            raise ValueError(f"Muon: {name} is {values!r}; give {count} numbers")
+    _check_numbers("betas", group["betas"], 1, "two decay rates, 0 or more, and below 1")
+    if not all(is_number(each) and math.isfinite(each) for each in group["ns_coefficients"]):
+        raise ValueError(f"Muon: ns_coefficients is {group['ns_coefficients']!r}; give three finite numbers")
+    if not 0 <= as_int("Muon: ns_steps", group["ns_steps"]) < 100:  # as torch.optim.Muon
+        raise ValueError(f"Muon: ns_steps is {group['ns_steps']}; give a number of iterations, 0 to 99")
+    if group["rows"] is not None:
+        as_int("Muon: rows", group["rows"])
+    for name in ("nesterov", "adamw", "fused"):
+        if not (isinstance(group[name], bool) or (name == "fused" and group[name] is None)):
+            raise ValueError(f"Muon: {name} is {group[name]!r}; give True or False")
+
+
+def _check_numbers(name: str, values: Sequence[Any], below: float, remedy: str) -> None:
+    for each in values:
+        if not (is_number(each) and 0 <= each < below):
+            raise ValueError(f"Muon: {name} is {each!r}; give {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

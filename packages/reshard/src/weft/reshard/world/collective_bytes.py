@@ -77,7 +77,7 @@ _counted_as: ContextVar[tuple[str | None, int | None, bool]] = ContextVar("_coun
 def count_as(kind: str, nbytes: int | None = None, *, at_most: bool = False) -> Iterator[None]:
     """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
-    nbytes: received by a rank, where the call's tensors do not show this.
+    nbytes: received by a rank, where the call's tensors do not show this. None: counted from the tensors.
     at_most: whether `nbytes` is an upper bound, because the bytes depend on data which a run on shapes lacks.
     """
     token = _counted_as.set((kind, nbytes, at_most))
@@ -136,9 +136,8 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
     if not tensors:
         return 0
     first = _first(tensors[0])
-    functional = isinstance(
-        output, Tensor
-    )  # functional ops return the output, in-place ops take input and output as arguments
+    # Functional ops return the output, in-place ops take input and output as arguments.
+    functional = isinstance(output, Tensor)
     output_bytes, input_bytes = (
         (_bytes(output), _bytes(tensors[0])) if functional else (_bytes(tensors[0]), _bytes(tensors[-1]))
     )

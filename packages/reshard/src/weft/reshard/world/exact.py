@@ -49,8 +49,10 @@ def exact_sums(axes: Mapping[str, int] | None) -> Iterator[None]:
     axis that does not divide the named size, and LayoutError for a fold that is no power of two on a Partial axis of
     several ranks, and for a tensor whose shards on the named mesh do not add up to the shards on the real mesh.
     """
+    if not (axes is None or isinstance(axes, Mapping)):
+        raise ValueError(f"exact is {axes!r}; give the size of each axis by the axis' name, as {{'dp': 4}}, or None")
     for axis, size in {} if axes is None else axes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"exact names {axis}={size!r}; give the size of an axis, an int of at least 1")
     previous = NAMED.axes, NAMED.key
     NAMED.axes, NAMED.key = (None, None) if axes is None else (MappingProxyType(dict(axes)), tuple(axes.items()))

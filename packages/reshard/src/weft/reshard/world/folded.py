@@ -33,7 +33,7 @@ FoldIndex = tuple[int, ...]
 class Fold:
     """Which coordinates of the named mesh each rank of `mesh` stands for. Made by `Fold.of`.
 
-    named: the named mesh: the axes of `mesh`, with the named sizes, and ranks counted from 0.
+    named: the named mesh: the axes of `mesh`, with the sizes given to `exact_sums`, and ranks counted from 0.
     axes: the folded axes, with a fold above 1, in the mesh's order.
     sizes: the folds of `axes`.
     """
@@ -110,7 +110,10 @@ class FoldedMesh:
         return FoldedGroup(group, axes, self.fold, self.index)
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
-        """Always raises LayoutError: its callers, ops that send in steps beside a product, cannot run here."""
+        """Always raises LayoutError. The callers are ops that overlap a product with sends, step by step.
+
+        Inside `exact_sums` these ops cannot run.
+        """
         raise LayoutError(
             f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
             f"and call the product alone"
@@ -144,7 +147,8 @@ class FoldedGroup:
     def in_order(self, rows: Tensor) -> Tensor:
         """Sorts the members' rows into the order of the members' ranks on the named mesh.
 
-        rows: [ranks by position, members of a rank, *shape]. Returns [members, *shape].
+        rows: [ranks, members of a rank, *shape]: the ranks of the real group in the order of `Positions`, and for each
+        rank the tensors of its members, stacked. Returns [members, *shape].
         """
         axes = len(self._ranks_by_axis)
         by_axis = rows.reshape(*self._ranks_by_axis, *self._folds_by_axis, *rows.shape[2:])

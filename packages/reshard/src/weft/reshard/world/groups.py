@@ -26,7 +26,8 @@ def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | N
     """The DeviceMesh of a process mesh: made once in each world of process groups, found by content afterwards.
 
     unpermuted: the mesh before, where the caller has permuted the axes of a mesh: in a DTensor earlier axes are major,
-        so permuted axes state a different order of shards. `process_mesh` of the result returns `unpermuted`.
+        so permuted axes state a different order of shards. `process_mesh` of the result returns `unpermuted`. None:
+        the axes are not permuted.
 
     Communication: the first call on a rank of the mesh makes the groups along each axis, axis after axis, each as in
     `group_of`. Ranks outside the mesh communicate with nobody.

@@ -33,7 +33,7 @@ from .collective_bytes import (
     received_bytes,
     uneven_bytes,
 )
-from .shape_cache import call_on_shapes
+from .shape_cache import add_dtensors, call_on_shapes
 from .world import Positions, enter_world, nontrivial_axes, world
 
 
@@ -389,7 +389,7 @@ class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor unwraps first, and its collectives then come here
+            return add_dtensors(self, func, args, kwargs)  # of further ops, DTensor's collectives then come here
         output = call_on_shapes(func, args, kwargs or {})
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:

@@ -1,7 +1,8 @@
-"""Ops of torch on the meta device, made faster: the shapes of results are computed once for each shape of operands.
+"""Ops of torch on the meta device, made faster.
 
-torch finds the shapes of many ops in Python, in tenths of a millisecond. A training step on shapes calls few ops on
-operands of few shapes, again and again.
+The shapes of results are computed once for each shape of operands: torch finds the shapes of many ops in Python, in
+tenths of a millisecond. A training step on shapes calls few ops on operands of few shapes, again and again.
+Sums of DTensors with the same layout are taken on the local parts (`add_dtensors`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 # How the names of ops begin that are never looked up: results depend on more than operands' shapes and options, or an
@@ -58,6 +61,32 @@ def call_on_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return args[0]
         tensors = [torch.empty_strided(sizes, strides, dtype=dtype, device="meta") for sizes, strides, dtype in forms]
         return tensors[0] if kind == "tensor" else tensors if kind == "list" else tuple(tensors)
+
+
+def add_dtensors(mode: TorchDispatchMode, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """The sum of two DTensors of a shape, dtype and layout, as autograd adds gradients up, from the local parts' sum.
+
+    The result is DTensor's own. DTensor, however, prices all layouts of all operands at an op's first call on a shape
+    and a mesh: on three axes for tenths of a second.
+    mode: sees the local parts' op. Called inside the mode's `__torch_dispatch__`, with the same arguments.
+    Returns NotImplemented for every further op and for every further operand.
+    """
+    if func not in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) or kwargs or len(args) != 2:
+        return NotImplemented
+    first, second = args
+    if not (isinstance(first, DTensor) and isinstance(second, DTensor)):
+        return NotImplemented
+    # By torch's protocol for tensors that hold tensors. The first name is the local part's; a form is without the part.
+    (local_name, *names), form = first.__tensor_flatten__()  # type: ignore[no-untyped-call]
+    _, other_form = second.__tensor_flatten__()  # type: ignore[no-untyped-call]
+    is_linear = all(not each.is_partial() or each.is_partial("sum") for each in first.placements)
+    if form != other_form or first.device_mesh != second.device_mesh or not is_linear:
+        return NotImplemented
+    local = mode.__torch_dispatch__(func, (), (getattr(first, local_name), getattr(second, local_name)))  # type: ignore[no-untyped-call]
+    if func is torch.ops.aten.add_.Tensor:
+        return first
+    parts = {local_name: local} | {name: getattr(first, name) for name in names}
+    return DTensor.__tensor_unflatten__(parts, form, first.shape, first.stride())  # type: ignore[no-untyped-call]
 
 
 def _kind_of(func: Any) -> _Kind:

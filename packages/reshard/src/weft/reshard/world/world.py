@@ -255,13 +255,19 @@ class World(Protocol):
         """Publishes a few bytes to all ranks under a name. Communication: with the store; no collective."""
 
     def wait_for_message(self, name: str, seconds: float | None = None) -> bytes:
-        """Waits until another rank publishes bytes under this name, and returns the bytes."""
+        """Waits until another rank publishes bytes under this name, and returns the bytes.
+
+        seconds: to wait at most; None: `patience()`. Raises RuntimeError after this time.
+        """
 
     def published(self, names: Sequence[str]) -> list[bytes | None]:
         """The bytes published so far under each name; None for a name without bytes."""
 
     def meet(self, name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
-        """Waits for the hosts of `members` ranks, and returns the sum of their numbers."""
+        """Waits for the hosts of `members` ranks, and returns the sum of their numbers.
+
+        seconds: as for `wait_for_message`.
+        """
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """The position in `part` of each member of `group`, in the order of the group's ranks."""

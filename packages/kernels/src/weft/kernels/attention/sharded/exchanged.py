@@ -50,7 +50,7 @@ def attention_to_received(
     check_probability("attention", "dropout", dropout)
     options: dict[str, Any] = {"head_dim": head_dim, "scale": head_dim**-0.5 if scale is None else scale}
     options["softcap"] = softcap
-    operand, number = checked_key("attention", dropout_key) if dropout else (None, 0)
+    operand, number = checked_key("attention", "dropout_key", dropout_key) if dropout else (None, 0)
     options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
     return apply(TO_RECEIVED, query, key, value, operand, sinks, received=received, **options)
 

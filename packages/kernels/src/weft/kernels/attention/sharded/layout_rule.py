@@ -29,7 +29,7 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     shape, key_shape, *_ = shapes
     assert shape is not None and key_shape is not None, "attention always has a query and keys"
     lead = ascii_lowercase[: len(shape) - 2]
-    indices = (lead + "th", lead + "sh", lead + "sh", of_documents(lead + "s", shapes[3]), "h")
+    indices = (lead + "th", lead + "sh", lead + "sh", _of_documents(lead + "s", shapes[3]), "h")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
     inputs[1:3] = keys_sharded_as_query(inputs[0], inputs[1:3], shape, key_shape, options["head_dim"])
     operands = ("the query", "the key", "the value", "the documents", "the sinks")
@@ -60,7 +60,7 @@ def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sha
     shape = shapes[0]
     assert shape is not None, "attention always has a query"
     lead = ascii_lowercase[: len(shape) - 2]
-    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, of_documents(lead + "c", shapes[5]), "h")
+    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, _of_documents(lead + "c", shapes[5]), "h")
     operands = ("the query", "the key", "the value", *CACHED, "the documents", "the sinks")
     key_shape, head_dim = shapes[1], options["head_dim"]
     assert key_shape is not None, "attention always has keys"
@@ -70,7 +70,7 @@ def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sha
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
-def of_documents(ids: str, shape: tuple[int, ...] | None) -> str:
+def _of_documents(ids: str, shape: tuple[int, ...] | None) -> str:
     """The einsum indices of documents of this shape. ids: the indices of ids [..., S]; bounds have one dim more."""
     return ids + BOUNDS if shape is not None and len(shape) > len(ids) else ids
 

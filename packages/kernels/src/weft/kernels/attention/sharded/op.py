@@ -11,19 +11,20 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, infer
 from weft.reshard.extension import exact_axes
 
-from ...dispatch.arguments import check_tensors, described, holds_ints, is_int, is_number
-from ...dispatch.backend import WIDE, runs_natively
+from ...dispatch.arguments import check_flag, check_tensors, described, holds_ints, is_int, is_number
+from ...dispatch.backend import WIDE, is_compiling, runs_natively
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands, infer_gradient_layouts
 from ...dispatch.token_order import checked_order
-from ...dropout.sharded import check_probability, checked_key
+from ...dropout.sharded import check_key_kind, check_name, check_probability, checked_key
 from .. import function, plain, ranges
 from ..plain import is_kernel_faster
 from .cache import KeyValueCache
 from .layout_rule import cache_rule, rule
 
+OPERANDS = ("query", "key", "value", "documents", "sinks")  # in messages
 MOST_HEAD_DIM = 256  # the kernels hold a tile of whole heads
-MOST_WINDOW = 2**31 - 1  # places are 32-bit numbers; a window of as many keys as there are is no window
+MOST_WINDOW = 2**31 - 1  # places are 32-bit numbers, and no query sees more keys: a longer window is cut to this one
 LEAST, MOST = 1e-18, 1e18  # of scale and softcap: the kernels divide scale by softcap in float32
 GIVE = f"give a number from {LEAST} to {MOST}, or None"
 
@@ -55,20 +56,22 @@ def attention(
     Returns a tensor of the shape of `query`.
     scale: the factor of query @ key.T; None means 1 / sqrt(D).
     causal: whether a query sees only the keys up to its own token's.
-    window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019).
-    softcap: each score x becomes softcap * tanh(x / softcap), before the mask (Gemma 2, 2024).
+    window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019). None: all of these.
+    softcap: each score x becomes softcap * tanh(x / softcap), before the mask (Gemma 2, 2024). None: scores stay.
     sinks: [heads], a further logit in each row's softmax, without a value: the sink takes a share of the weights
     (gpt-oss, 2025).
     documents: ids [..., S], the document of each key's token, where each document is a contiguous stretch; or the
     bounds that `document_bounds` makes of ids, once for all layers. A query sees the keys of its own document only.
+    None: a row is one document.
     order: for tokens whose order in memory is not the sequence's, as in context parallelism: runs [start, stop) of the
     sequence, in memory order. Causal, window and dropout then follow the sequence, and bounds count tokens of the
-    sequence.
+    sequence. None: memory has the sequence's order.
     dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout.
-    dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]. The mask is
-    the same in every layout, and in every repetition of the call.
+    dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]; dropout_key
+    may be None without dropout. The mask is the same in every layout, and in every repetition of the call.
     cache: holds the keys and values of earlier tokens; this call adds `key` and `value`. query, key and value then have
-    the new tokens only, documents is [..., capacity] or [..., capacity, 2], and no gradient is recorded.
+    the new tokens only, documents is [..., capacity] or [..., capacity, 2], and no gradient is recorded. None: key and
+    value have all tokens.
 
     A query without keys has output 0 and gradient 0. Saved for backward: the operands, the output, and a logsumexp for
     each query and head. Nothing of T x S is in memory. Second derivatives are refused.
@@ -79,20 +82,17 @@ def attention(
     The output has the query's layout.
     Communication: none.
     Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and for a
-    document which ends and comes back, and bounds which no document has, where the host can read these; RuntimeError
-    for a cache where gradients are recorded.
+    document which ends and comes back, and for bounds that `document_bounds` cannot have made, where the host can read
+    these; RuntimeError for a cache where gradients are recorded.
     """
-    check_tensors("attention", query=query, key=key, value=value)
-    if documents is not None:
-        check_tensors("attention", documents=documents)
-    if sinks is not None:
-        check_tensors("attention", sinks=sinks)
+    check_operands("attention", OPERANDS, 3, query, key, value, documents, sinks)
     if cache is not None and not isinstance(cache, KeyValueCache):
         raise ValueError(f"attention: cache is {described(cache)}; give a KeyValueCache")
-    if type(causal) is not bool:
-        raise ValueError(f"attention: causal is {described(causal)}; give True or False")
+    check_flag("attention", "causal", causal)
+    check_name("attention", "dropout_name", dropout_name)
+    if dropout_key is not None and not dropout and not is_compiling():  # an int is compiled only where it is not used
+        check_key_kind("attention", "dropout_key", dropout_key)
     _check(query, key, value, head_dim, causal and cache is None)
-    check_devices("attention", query, key, value, documents, sinks)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
             f"attention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them with .to(), "
@@ -122,11 +122,7 @@ def attention(
             return apply(PLAIN, query, key, value, None, None, None, head_dim=head_dim, causal=causal, scale=scale)
     operand = None
     if dropout:
-        if dropout_key is None:
-            raise ValueError(
-                f'attention has dropout={dropout} and no dropout_key; give derive_key(seed, "dropout", step)'
-            )
-        operand, number = checked_key("attention", dropout_key)
+        operand, number = checked_key("attention", "dropout_key", dropout_key)
         options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
     if order is not None:
         if query.shape[-2] != S:
@@ -197,7 +193,8 @@ def check_scores(
 ) -> None:
     """Raises ValueError for a scale or softcap out of range, and for sinks which do not fit the query."""
     if scale is not None and not (is_number(scale) and LEAST <= scale <= MOST):
-        # Not below 0 either: torch's fused attention masks before it scales.
+        # A scale below 0 is refused because torch's fused attention adds the mask before the scale, which would turn
+        # -inf into inf.
         raise ValueError(f"attention: scale is {described(scale)}; {GIVE}; a query may be negated instead")
     if softcap is not None and not (is_number(softcap) and LEAST <= softcap <= MOST):
         raise ValueError(f"attention: softcap is {described(softcap)}; {GIVE}")
@@ -222,6 +219,8 @@ def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, d
         raise RuntimeError("attention: a cache has no gradient; call the model in torch.no_grad()")
 
 
+# `number` and `length` differ in each call, and are no part of a plan's cache key. Without a backward of Weft: torch
+# differentiates the function of PLAIN, and WITH_CACHE has no gradient.
 PLAIN = Op("plain_attention", plain.forward, None, rule)
 ATTENTION = Op("attention", function.forward, function.backward, rule, varying=("number",))
 WITH_CACHE = Op("attention_with_cache", function.forward_with_cache, None, cache_rule, varying=("length",))
@@ -238,7 +237,7 @@ def document_bounds(documents: Tensor) -> Tensor:
     Raises LayoutError for further layouts; ValueError for ids which are no ints, and for a document which ends and
     comes back, where the host can read the ids.
     """
-    check_tensors("document_bounds", documents=documents)
+    check_tensors("document_bounds", ("documents",), documents)
     if not documents.ndim or not holds_ints(documents):
         raise ValueError(
             f"document_bounds takes ids [..., S] of ints, got {tuple(documents.shape)} of {documents.dtype}; give each "

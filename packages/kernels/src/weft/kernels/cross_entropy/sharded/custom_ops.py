@@ -77,7 +77,7 @@ def apply_custom_op(
 def forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any
 ) -> LossResults:
-    shard, options = parse_with_lse(flat)
+    shard, options = _parse_with_lse(flat)
     (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
         options=options, vocab_start=shard.vocab_start, vocab_size=shard.vocab_size,
@@ -116,7 +116,7 @@ def _gather(
 
 @forward.register_fake
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> LossResults:
-    shard, options = parse_with_lse(flat)
+    shard, options = _parse_with_lse(flat)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     has_own_denominator = options.reduction == "mean" and denominator is None
     reduced = target.shape if options.reduction == "none" else ()
@@ -145,7 +145,7 @@ def backward(
     statistics: Tensor,
     *flat: Any,
 ) -> Tensor:
-    shard, options = parse_with_lse(flat)
+    shard, options = _parse_with_lse(flat)
     saved, needed = (logits, target, weight, denominator, statistics, None, None), (True, False, False, False)
     dlogits, *_ = function.backward(
         saved, (grad, grad_lse), needed,
@@ -180,7 +180,7 @@ def _gradients(
 forward.register_autograd(_gradients, setup_context=_save)
 
 
-def parse_with_lse(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
+def _parse_with_lse(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
     """`parse_shard_and_options` for the ops of cross-entropy, which always return the lse to have a fixed number of
     outputs.
     """
@@ -196,7 +196,7 @@ def parse_shard_and_options(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> LossResults:
     logits, target, weight, denominator, *flat = args
-    _, options = parse_with_lse(flat)
+    _, options = _parse_with_lse(flat)
     operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
     divisor = compute_denominator(denominator, operands.locals[1], operands.locals[2], logits.dtype, operands, options)
     flat = [*shard_of(operands), *options.flat()]
@@ -213,7 +213,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
     grad, grad_lse, logits, target, weight, denominator, statistics, *flat = args
-    _, options = parse_with_lse(flat)
+    _, options = _parse_with_lse(flat)
     operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
     local_grads, flat = map(to_local, (grad, grad_lse)), [*shard_of(operands), *options.flat()]
     dlogits = backward(*local_grads, *operands.locals, statistics, *flat)

@@ -88,7 +88,7 @@ class CheckedGather:
 
     def _gather_and_check(self, statistics: Tensor) -> Running:
         """A coroutine of `Pending`: yields the collective that it waits for."""
-        rows = self.classes.to_rows(statistics) if self.failed is None else failure_rows(statistics)
+        rows = self.classes.to_rows(statistics) if self.failed is None else _failure_rows(statistics)
         gathered = yield from _all_gather((self.group,), torch.cat((statistics, rows)))  # [ranks, N + 2, C]
         if self.failed is not None:
             raise self.failed
@@ -97,11 +97,11 @@ class CheckedGather:
         check_gathered(
             (self.group, self.classes),
             rows,
-            lambda: check_shards(ranks, rows.tolist(), vocab_size),
+            lambda: _check_shards(ranks, rows.tolist(), vocab_size),
         )
         if not on_gpu(rows):
             return gathered
-        return torch.where(shards_fit(rows, vocab_size), gathered, torch.nan)
+        return torch.where(_shards_fit(rows, vocab_size), gathered, torch.nan)
 
 
 def run_or_report(
@@ -166,23 +166,23 @@ class ShardClasses:
         return rows
 
 
-def failure_rows(like: Tensor) -> Tensor:
+def _failure_rows(like: Tensor) -> Tensor:
     """The rows gathered instead of `ShardClasses.to_rows` by a rank that has failed: a flag behind the high digits."""
     rows = like.new_zeros(2, like.shape[-1])
     rows[1, 2] = 1
     return rows
 
 
-def shards_fit(rows: Tensor, vocab_size: int) -> Tensor:
+def _shards_fit(rows: Tensor, vocab_size: int) -> Tensor:
     """Whether no rank has failed and the sizes add up to vocab_size, as a bool tensor. rows: [ranks, 2, 3].
 
-    `check_shards` finds more faults, but reads the rows on the host; this function reads nothing on the host.
+    `_check_shards` finds more faults, but reads the rows on the host; this function reads nothing on the host.
     """
     sizes = rows[:, 0, 1].sum() + BASE * rows[:, 1, 1].sum()
     return (sizes == vocab_size) & (rows[:, 1, 2] == 0).all()
 
 
-def check_shards(ranks: Sequence[int], rows: list[list[list[float]]], vocab_size: int) -> None:
+def _check_shards(ranks: Sequence[int], rows: list[list[list[float]]], vocab_size: int) -> None:
     """Raise ValueError if a rank has failed, or if the shards do not hold each class of the vocabulary exactly once.
 
     rows: [ranks, 2, 3], the gathered rows.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...dispatch.arguments import MOST, check_tensors, described, is_int, is_number
 from ...dispatch.backend import can_read, has_data, is_compiling
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
@@ -25,6 +25,7 @@ from ..options import (
     check,
     check_contiguous,
     check_target,
+    check_vocabulary,
 )
 from .custom_ops import VocabShard, apply_custom_op
 from .gather import ShardClasses, placeholder_statistics, run_or_report
@@ -75,7 +76,7 @@ def cross_entropy(
 
     target: int64, int32 or uint8.
     class_dim: the dim of the classes if not the last. Give 1 for logits in torch's form [N, V, ...].
-    weight: [V], one weight for each class.
+    weight: [V], one weight for each class. None: 1 for all classes.
     label_smoothing: the share of the target distributed over all classes.
     logit_scale, softcap: each logit x is replaced by cap * tanh(scale * x / cap), or without a cap by scale * x.
     z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). Class weights
@@ -105,9 +106,12 @@ def cross_entropy(
 
     Raises ValueError for invalid shapes, dtypes, options and targets; LayoutError for layouts the loss cannot take.
     """
-    if not -logits.ndim <= class_dim < logits.ndim:
+    check_tensors("cross_entropy", ("logits", "target", "weight"), logits, target, weight, optional=1)
+    is_dim = type(class_dim) is int or is_int(class_dim)
+    if not (is_dim and -logits.ndim <= class_dim < logits.ndim):
         raise ValueError(
-            f"class_dim is {class_dim} for logits of shape {tuple(logits.shape)}; give the dim of the classes"
+            f"class_dim is {described(class_dim)} for logits of shape {tuple(logits.shape)}; give the dim of the "
+            f"classes"
         )
     if class_dim not in (-1, logits.ndim - 1):
         logits = logits.movedim(class_dim, -1)
@@ -117,7 +121,7 @@ def cross_entropy(
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse, return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy,
     )  # fmt: skip
-    check_not_leaf(logits, options)
+    _check_not_leaf(logits, options)
     operands = (logits, target, weight, as_denominator(denominator, weight, logits))
     if is_compiling():
         outputs = _select_outputs(
@@ -193,7 +197,7 @@ def vocab_parallel_cross_entropy(
 
     logits: [..., V], this rank's logits of the classes vocab_start to vocab_start + V of vocab_size. V may differ
         between ranks and may be 0.
-    target, weight: as in `cross_entropy`, with all classes, and the same on every rank.
+    target, weight, denominator: as in `cross_entropy`, with all classes, and the same on every rank.
     options: as in `cross_entropy`. "mean" is over these tokens.
 
     Every rank of the group gets the same loss, to the last bit, and the gradient of its own logits.
@@ -216,16 +220,18 @@ def vocab_parallel_cross_entropy(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
     if is_compiling():
-        _check_local(logits, target)
+        _check_local(logits, target, weight)
+        check_vocabulary(vocab_start, vocab_size)
         parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
         shard = VocabShard(vocab_start, vocab_size, [group.group_name], checked=True)
         outputs = _select_outputs(apply_custom_op(logits, target, weight, scalar, options=parsed, shard=shard), parsed)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:
-        _check_local(logits, target)
+        _check_local(logits, target, weight)
+        check_vocabulary(vocab_start, vocab_size)
         parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
-        check_not_leaf(logits, parsed)
+        _check_not_leaf(logits, parsed)
         check_contiguous(logits, parsed)
         check(logits, target, weight, scalar, parsed, vocab_start, vocab_size)
         return parsed, scalar
@@ -242,8 +248,10 @@ def vocab_parallel_cross_entropy(
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _check_local(*tensors: Tensor) -> None:
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+def _check_local(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    names = ("logits", "target", "weight")
+    check_tensors("vocab_parallel_cross_entropy", names, logits, target, weight, optional=1)
+    if isinstance(logits, DTensor) or isinstance(target, DTensor):
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
 
 
@@ -253,8 +261,8 @@ def as_denominator(
     """The denominator as a scalar tensor on the logits' device. The host waits for no copy between devices.
 
     Called by all four losses, linear ones included, before the loss runs. logits: only dtype and device are read.
-    Raises ValueError for an invalid number, and if the denominator or the weight requires a gradient; LayoutError for
-    a DTensor that is not replicated.
+    Raises ValueError for what is no number of 0 or more, and if the denominator or the weight requires a gradient;
+    LayoutError for a DTensor that is not replicated.
     """
     for name, tensor in (("denominator", denominator), ("weight", weight)):
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
@@ -267,8 +275,10 @@ def as_denominator(
         denominator = local_denominator(denominator)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise ValueError(f"denominator has shape {tuple(denominator.shape)}; give one number")
+        if denominator.numel() != 1 or denominator.is_complex() or denominator.dtype == torch.bool:
+            raise ValueError(
+                f"denominator has shape {tuple(denominator.shape)} and dtype {denominator.dtype}; give one number"
+            )
         if can_read(denominator):
             number = _check_divisor(denominator)
             if denominator.device != logits.device:  # full, not a copy: the host would wait for a copy
@@ -277,17 +287,15 @@ def as_denominator(
     return torch.full((), _check_divisor(denominator), dtype=wide, device=logits.device)
 
 
-def _check_divisor(denominator: Any) -> float:
-    try:
-        number = float(denominator)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError(f"denominator is {denominator!r}; give a number, the count of tokens over all ranks")
-    return number
+def _check_divisor(denominator: object) -> float:
+    """The denominator, a number or a tensor of one on a CPU, as a float. Raises ValueError for what is no count."""
+    number = denominator.item() if isinstance(denominator, Tensor) else denominator
+    if not (is_number(number) and 0 <= number <= MOST):
+        raise ValueError(f"denominator is {number!r}; give a number, the count of tokens over all ranks")
+    return float(number)
 
 
-def check_not_leaf(logits: Tensor, options: Options) -> None:
+def _check_not_leaf(logits: Tensor, options: Options) -> None:
     """Raise ValueError if inplace_backward would overwrite a leaf: the logits themselves, or the base of their view."""
     if not options.inplace_backward or is_compiling():  # inplace_backward is ignored in a compiled graph
         return

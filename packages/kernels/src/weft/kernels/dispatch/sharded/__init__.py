@@ -2,7 +2,7 @@
 
 from .autocast import autocasts, cast_for, sharing_casts
 from .functions import apply, apply_many
-from .rules import Shapes, Sharding, check_devices, infer_gradient_layouts, require_one_layout
+from .rules import Shapes, Sharding, check_operands, infer_gradient_layouts, require_one_layout
 
 __all__ = [
     "Shapes",
@@ -11,7 +11,7 @@ __all__ = [
     "apply_many",
     "autocasts",
     "cast_for",
-    "check_devices",
+    "check_operands",
     "infer_gradient_layouts",
     "require_one_layout",
     "sharing_casts",

@@ -1,6 +1,7 @@
 """An op inside `exact_sums`, on a rank which stands for several coordinates of the named mesh.
 
-The named mesh has the sizes which `exact_sums` names; `Fold` tells the coordinates of a rank, each by a `FoldIndex`.
+The named mesh has the axes of the real mesh with the sizes given to `exact_sums`. A rank of the real mesh stands for
+one or several coordinates of the named mesh, as `Fold` tells, each by a `FoldIndex`.
 The op runs for each coordinate on the coordinate's parts of the operands, with the shapes, options and groups of a rank
 of the named mesh. Numbers are therefore the same as on the named mesh.
 """
@@ -38,7 +39,8 @@ class HeldParts:
     """
 
     shape: tuple[int, ...]  # of the rank's local tensor, with the leading dims
-    # By index: the first index whose coordinate has the same part. The indices differ where a replica is held once.
+    # {a coordinate's index: the first index whose coordinate has the same part}. Coordinates share a part along an axis
+    # that replicates: the part is held once.
     first: Mapping[FoldIndex, FoldIndex]
     # How `_join_by_axis` joins. For each folded axis which is not replicated: (the dim to concatenate along, or None to
     # stack; the number of parts). None for the whole field if two axes shard a dim against the mesh's order.
@@ -93,13 +95,17 @@ class HeldParts:
         return cls(sizes, first, tuple(joins) if in_order else None, stacked, by_index)
 
     def part(self, local: Tensor, index: FoldIndex) -> Tensor:
-        """The part of the coordinate at `index`, in memory as on a rank of the named mesh: see `fresh_memory`."""
+        """The part of the coordinate at `index`, contiguous and aligned as on a rank of the named mesh.
+
+        The op then adds in the same order on both meshes: see `fresh_memory`.
+        """
         return fresh_memory(self._view(local, index))
 
     def join(self, parts: Mapping[FoldIndex, Tensor]) -> Tensor:
         """Join all coordinates' parts to the rank's local tensor.
 
-        The parts are kept with the local tensor: `_parts_of` returns these, unless the tensor was written in place.
+        The parts are kept with the local tensor. If the next op has the tensor as an operand, `_parts_of` returns the
+        kept parts, unless the tensor was written in place.
         """
         distinct = {index: part for index, part in parts.items() if self.first[index] == index}
         first = next(iter(distinct.values()))
@@ -167,16 +173,15 @@ def _only_part(local: Tensor | None) -> Tensor | None:
 class Saved(NamedTuple):
     """Values which `FoldedCall.forward` keeps for backward, beside the saved tensors."""
 
-    options: dict[
-        FoldIndex, dict[str, Any]
-    ]  # the options of each coordinate's call of the op, in the order of the calls
+    # The options of each coordinate's call of the op, in the order of the calls.
+    options: dict[FoldIndex, dict[str, Any]]
     counts: tuple[int, ...]  # the number of tensors which each call saved
 
 
 class FoldedCall:
     """Runs an op for each of this rank's coordinates on the named mesh. A part of `CallPlan`.
 
-    mesh: of the ranks. fold: of this mesh.
+    mesh: the real mesh. fold: of `mesh`; a fold without folded axes has one coordinate a rank, and the op runs once.
     sharding: the answer of the op's rule for the operands' layouts on the named mesh.
     layouts, shapes: of the operands: the layouts on the named mesh, and the global shapes; None for an operand left
         out.
@@ -219,6 +224,7 @@ class FoldedCall:
             outputs, saved = self._call_op([_only_part(each) for each in operands], own, saves=saves)
             return tuple(outputs), saved, Saved({(): own}, (len(saved),))
 
+        # each coordinate has its own list, to which its call of the op may add, as dropout adds the mask
         lists = [name for name, value in options.items() if isinstance(value, list)]
         own_options = {
             index: {**options, **{name: list(options[name]) for name in lists}, **own}

@@ -79,7 +79,7 @@ class ShardedOp(torch.autograd.Function):
         ctx.plan, ctx.overwritten = plan, tensors[0] if plan.overwrites else None
         if plan.op.weights:
             ctx.is_tensor = [tensor is not None for tensor in tensors]
-        outputs, saved, ctx.options = compute_on_mesh(plan, options, tensors)
+        outputs, saved, ctx.options = _compute_on_mesh(plan, options, tensors)
         # The saved tensors are local: they do not lead to the DTensor operands.
         if plan.folded is None:
             link = _save(ctx, plan.op, saved, ctx.options, outputs[-1].to_local(), needs_link=True)
@@ -179,7 +179,7 @@ class FromLocal(torch.autograd.Function):
         return None, None, *(refuse_second_derivative(locals_, *grads) if torch.is_grad_enabled() else locals_)
 
 
-def compute_on_mesh(
+def _compute_on_mesh(
     plan: CallPlan, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, saves: bool = True
 ) -> tuple[list[DTensor], Tensors, dict[str, Any] | Saved]:
     """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options for backward.
@@ -303,6 +303,10 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     return True
 
 
+def _needs_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     """Return the op's outputs, then the link of `make_node_link` or None."""
     for tensor in tensors:
@@ -310,8 +314,8 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
             if is_compiling():
                 return *_run_in_graph(op.name, tuple(options.items()), *tensors), None
             return _run_on_mesh(op, tensor.device_mesh, tensors, options)
-    if op.backward is None:
-        output = op.forward(*tensors, **options)
+    if op.backward is None or (is_compiling() and not _needs_gradient(tensors)):
+        output = op.compute_outputs(*tensors, **options)  # Dynamo cannot trace PlainOp where nothing needs a gradient
         return (*output, None) if isinstance(output, tuple) else (output, None)
     return apply_function(PlainOp, op, options, *tensors)
 
@@ -320,12 +324,12 @@ def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], o
     """`_run` for operands with a DTensor among them. mesh: of any of the DTensors."""
     plan = CallPlan.find(op, tensors, mesh, options)
     if not torch.is_grad_enabled():
-        return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
+        return *_compute_on_mesh(plan, options, tensors, saves=False)[0], None
     if op.backward is not None or not plan.is_in_mesh:
         return apply_function(ShardedOp, plan, options, *tensors)
     if plan.folded is not None:
-        if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
+        if not _needs_gradient(tensors):
+            return *_compute_on_mesh(plan, options, tensors, saves=False)[0], None
         raise LayoutError(
             f"{op.name} is differentiated by torch, which cannot run backward for each coordinate of the mesh named in "
             f"exact; leave out exact"

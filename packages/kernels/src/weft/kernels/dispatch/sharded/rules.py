@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from weft.mesh import Layout, LayoutError, infer
 from weft.mesh.extension import terms
 from weft.reshard.extension import process_mesh, this_rank
 
+from ..arguments import check_tensors
 from ..op import Op
 
 Layouts = tuple[Layout | None, ...]  # of the operands; None for a plain tensor or an operand left out
@@ -115,11 +117,31 @@ def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int
         )
 
 
-def check_devices(op: str, first: Tensor, *operands: Tensor | None) -> None:
-    """Raise ValueError for operands on different devices. op: the op's name.
+def check_operands(op: str, names: tuple[str, ...], required: int, *operands: object) -> None:
+    """Raise ValueError for operands which are no tensors, or are on different devices. op: the op's name.
 
-    A DTensor whose mesh excludes this rank is not compared: torch puts its empty local part on the CPU. Allocates
-    nothing, because ops check in each call.
+    names: of the operands, for the message. required: how many of the first operands may not be None.
+    Allocates nothing, because ops check in each call: first of all whether the operands are plain, and on a CPU.
+    """
+    missing = required
+    for each in operands:
+        if each is not None:
+            kind = type(each)
+            if (kind is not Tensor and kind is not Parameter) or not each.is_cpu:  # type: ignore[attr-defined]
+                break
+        elif missing > 0:
+            break
+        missing -= 1
+    else:
+        return
+    check_tensors(op, names, *operands, optional=len(operands) - required)
+    _check_devices(op, *operands)  # type: ignore[arg-type]  # tensors or None
+
+
+def _check_devices(op: str, first: Tensor, *operands: Tensor | None) -> None:
+    """Raise ValueError for operands on different devices.
+
+    A DTensor whose mesh excludes this rank is not compared: torch puts its empty local part on the CPU.
     """
     device = first.device
     for each in operands:

@@ -55,7 +55,7 @@ def sizes_of(
 
 def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
     """Raise ValueError if the ranks' sizes differ. sizes: [ranks, 3]."""
-    tokens, chunks, token_bytes = (list_values(ranks, column) for column in zip(*sizes, strict=True))
+    tokens, chunks, token_bytes = (_list_values(ranks, column) for column in zip(*sizes, strict=True))
     if len(tokens) > 1:
         raise ValueError(
             f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same "
@@ -73,13 +73,13 @@ def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
         )
 
 
-def list_values(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
+def _list_values(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
     """Each distinct value with a rank which has the value, as "4 on rank 0". A single entry if all ranks agree."""
     rank_of = {int(value): rank for rank, value in zip(ranks, values, strict=True)}
     return [f"{value} on rank {rank}" for value, rank in rank_of.items()]
 
 
-def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
+def _check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
     """Raise ValueError unless the input has the target's tokens; with sequence_parallel, this rank's part of these."""
     shape = list(target.shape)
     if sequence_parallel:
@@ -116,7 +116,7 @@ def check_and_size(
 
     Raises ValueError for arguments which do not fit together.
     """
-    check_part(input, target, rank, ranks, sequence_parallel)
+    _check_part(input, target, rank, ranks, sequence_parallel)
     form = replace(cast_form(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))

@@ -23,17 +23,19 @@ from ...cross_entropy.options import (
     Options,
     Reduction,
     check_target,
+    check_vocabulary,
 )
 from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import VocabShard
 from ...cross_entropy.sharded.gather import VocabGather
 from ...cross_entropy.sharded.loss import as_denominator
+from ...dispatch.arguments import check_flag
 from ...dispatch.backend import is_compiling
 from ...dispatch.op import Tensors
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
 from ...dispatch.sharded.second_derivatives import refuse_second_derivative
-from ..function import cast_form, check_factors
+from ..function import cast_form, check_factors, check_operands
 from ..gradients import Wanted
 from .agreement import AgreedSizes, check_and_size, classes_of, compare_sizes
 from .custom_ops import apply_custom_op, compare
@@ -111,8 +113,7 @@ def linear_cross_entropy(
         Under torch.compile backward always copies.
 
     The gradients of weight and bias have the dtype of their `grad_dtype`, an attribute of leaves in torch. In float32
-    the weight's gradient is the sum itself. Under torch.compile the gradients are rounded to the weight's dtype
-    first.
+    the weight's gradient is the sum itself. torch.compile rounds the gradients to the weight's dtype first.
 
     Memory above inputs and gradients, for 16-bit factors: the 16-bit gradient of a chunk's logits, and the float32
     logits of a part of its tokens, or of two parts if vocab-parallel. For wider factors a part is the whole chunk.
@@ -125,10 +126,10 @@ def linear_cross_entropy(
     Communication: as in `cross_entropy`, with one gather for each part while the next part's GEMM runs. None in
     backward.
 
-    torch.compile(fullgraph=True) sees the loss as a single node of the graph. With DTensors, compile on every rank of
-    their mesh.
+    torch.compile(fullgraph=True) sees the loss as a single node. With DTensors, compile on every rank of their mesh.
     Raises ValueError for invalid shapes, dtypes, options and targets; LayoutError for layouts the loss cannot take.
     """
+    check_operands("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
     form = cast_form(input, compute_dtype)
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     check_target((*input.shape[:-1], linear_weight.shape[0]), target)
@@ -237,6 +238,9 @@ def vocab_parallel_linear_cross_entropy(
     shard = VocabShard(vocab_start, vocab_size, [name])
 
     def parse_options() -> tuple[Options, Tensor | None]:
+        check_operands("vocab_parallel_linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
+        check_flag("vocab_parallel_linear_cross_entropy", "sequence_parallel", sequence_parallel)
+        check_vocabulary(vocab_start, vocab_size)
         if any(isinstance(tensor, DTensor) for tensor in (input, linear_weight, target)):
             raise ValueError(
                 "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"

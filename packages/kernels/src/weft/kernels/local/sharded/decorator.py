@@ -15,6 +15,7 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, infer
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import process_mesh, this_rank, world_cache, wrap
 
+from ...dispatch.arguments import check_flag, described
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, apply_many
 from .declaration import Declaration
@@ -46,8 +47,8 @@ def on_local_tensors(
         gradient of a sharded input has the input's layout. If an input is replicated over an axis and another input
         is not, the gradient of the replicated input is Partial on this axis: each rank adds a share.
     out_shapes: a function with the same parameters, called with the global torch.Size in place of each tensor. Returns
-        the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called
-        on meta tensors, once for each kind of inputs.
+        the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called on meta
+        tensors: once for inputs of the same shapes and dtypes and equal further arguments.
     reshard_inputs: reshard inputs with another layout to the declared layout, instead of raising LayoutError.
 
     Communication: only the reshards of `reshard_inputs`, and the function's own. If the function cannot be called on
@@ -56,17 +57,22 @@ def on_local_tensors(
     Raises ValueError for a declaration which does not fit the function. A call raises LayoutError for an input with
     another layout; the message names the reshard to insert. A call also raises LayoutError, on every rank, if the local
     shapes of any rank's outputs are not as declared. For this check each rank calls the function on meta
-    tensors with every rank's local shapes, once for each kind of inputs.
+    tensors with every rank's local shapes, once for inputs of the same shapes and dtypes and equal further arguments.
 
         @on_local_tensors(in_layouts={"x": {"dp": "S(0)", "tp": "S(-1)"}}, out_layouts={"dp": "S(0)", "tp": "S(-1)"})
         def softcap(x):
             return Softcap.apply(x)
     """
 
+    check_flag("on_local_tensors", "reshard_inputs", reshard_inputs)
+    if out_shapes is not None and not callable(out_shapes):
+        raise ValueError(f"on_local_tensors: out_shapes is {described(out_shapes)}; give a function of shapes, or None")
+
     def decorator(function: Callable[P, Result]) -> Callable[P, Result]:
         declared = Declaration.from_function(function, in_layouts, out_layouts, grad_layouts)
         signature = inspect.signature(function)
-        # The option "call" is varying: an `_Invocation` belongs to one call, and is no part of the plan's cache key.
+        # Without `Op.backward`: torch differentiates the function, inside the op. The option "call" is varying: an
+        # `_Invocation` belongs to one call, and is no part of the plan's cache key.
         op = Op(
             f"{function.__module__}.{declared.name}", partial(_forward, function, declared), None,
             partial(_rule, declared), dtype=lambda dtype, options: options["dtype"], varying=("call",),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from .. import function
 from ..checks import check_activation_name, check_bias_dtype, check_wide
 from .layout_rule import (
@@ -58,24 +58,24 @@ def linear(
     native = None if has_activation else function.native_linear(input, weight, bias)
     if native is not None:
         return native
-    check_linear("linear", input, weight, bias)
+    _check_linear("linear", input, weight, bias)
     if not has_activation:
         return apply(LINEAR, input, weight, bias)
-    check_activation_name("linear", activation)
-    check_activation_name("linear", input_activation)
+    check_activation_name("linear", "activation", activation)
+    check_activation_name("linear", "input_activation", input_activation)
     return apply(LINEAR, input, weight, bias, activation=activation, input_activation=input_activation)
 
 
-def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raises ValueError for operands of `linear` with mismatched shapes, dtypes or devices. op: for the message."""
+    check_operands(op, ("input", "weight", "bias"), 2, input, weight, bias)
     check_sizes(op, input, weight, bias)
     check_wide(op, input, weight)
     check_bias_dtype(op, bias, input)
-    check_devices(op, input, weight, bias)
 
 
 def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for mismatched shapes. Called by `check_linear` and `qkv_linear`. op: for the message."""
+    """Raises ValueError for mismatched shapes. Called by `_check_linear` and `qkv_linear`. op: for the message."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their "

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
 from weft.reshard.extension import graph_name_of, group_named
 
+from ...dispatch.arguments import described, is_int
 from ...dispatch.op import Op, Tensors
-from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from ...launching.launched import communicating
 from ..checks import check_matmul, check_wide
 from ..function import matmul_backward, multiply
@@ -43,9 +44,9 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
     Raises LayoutError for several gathered axes, and for a gathered axis which is not the innermost of the sharded
     dim; ValueError as `matmul`, and for factors of 8 bits, which need `matmul` with scales.
     """
+    check_operands("all_gather_matmul", ("a", "b"), 2, a, b)
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("all_gather_matmul", a, b)
-    check_devices("all_gather_matmul", a, b)
     return matmul(a, b) if b.ndim > 2 else apply(ALL_GATHER_MATMUL, a, b)
 
 
@@ -65,13 +66,14 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
     all-gather of the output's gradient. Ranks send parts directly to each other.
     Raises LayoutError for several scattered axes; ValueError as `all_gather_matmul`, and for a dim outside the rows.
     """
+    check_operands("matmul_reduce_scatter", ("a", "b"), 2, a, b)
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("matmul_reduce_scatter", a, b)
-    check_devices("matmul_reduce_scatter", a, b)
-    rows = dim + a.ndim if dim < 0 else dim
-    if not 0 <= rows < a.ndim - 1:
+    rows = dim + a.ndim if is_int(dim) and dim < 0 else dim
+    if not (is_int(rows) and 0 <= rows < a.ndim - 1):
         raise ValueError(
-            f"matmul_reduce_scatter: dim {dim} is none of the rows of a {a.ndim}-d output; give 0 to {a.ndim - 2}"
+            f"matmul_reduce_scatter: dim {described(dim)} is none of the rows of a {a.ndim}-d output; give 0 to "
+            f"{a.ndim - 2}"
         )
     return matmul(a, b) if b.ndim > 2 else apply(MATMUL_REDUCE_SCATTER, a, b, dim=rows)
 
@@ -87,7 +89,7 @@ def _axis(op: str, a: Layout, b: Layout, matches: Callable[[Placement, Placement
     return axes[0] if axes else None
 
 
-class ScatteredLayout(NamedTuple):
+class _ScatteredLayout(NamedTuple):
     """A layout sharded along `dim` over `axis`, as the innermost of the axes which shard this dim."""
 
     layout: Layout
@@ -95,7 +97,7 @@ class ScatteredLayout(NamedTuple):
     dim: int
 
     @classmethod
-    def from_whole(cls, whole: Layout, axis: str, dim: int) -> ScatteredLayout:
+    def from_whole(cls, whole: Layout, axis: str, dim: int) -> _ScatteredLayout:
         """The layout after scattering `dim` over `axis`. whole: the layout before, with Replicate on `axis`."""
         sharding = whole.shard_order.get(dim, ())
         order = {each: whole[each] for each in (*sharding, *(n for n in whole.mesh.axis_names if n not in sharding))}
@@ -127,7 +129,7 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
     placement = a[axis]
     assert isinstance(placement, Shard), "_axis chose an axis with Shard"
     terms, gathered = ProductTerms(a_shape, b_shape), a.replace(**{axis: "R"})
-    scattered = ScatteredLayout.from_whole(gathered, axis, placement.dim)
+    scattered = _ScatteredLayout.from_whole(gathered, axis, placement.dim)
     if scattered.layout != a:
         raise LayoutError(
             f"all_gather_matmul: a is ({a}), where {axis!r} is not the innermost axis of its dim; reshard a to "
@@ -139,7 +141,7 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
     def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         summed, b_layout = terms.gradient_layouts("all_gather_matmul", grad, gathered, b)
         _check_sum(summed, axis)
-        return ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, placement.dim).layout, b_layout
+        return _ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, placement.dim).layout, b_layout
 
     return Sharding(
         output, terms.shape, gradient_layouts, lambda rank, mesh: scattered.local_options(a_shape, rank, mesh)
@@ -157,7 +159,7 @@ def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     if axis is None:
         return _rule_without_steps("matmul_reduce_scatter", a, b, terms)
     summed = terms.output_layout("matmul_reduce_scatter", a, b)
-    scattered = ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, dim)
+    scattered = _ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, dim)
 
     def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         infer.gradient(scattered.layout, grad, scattered.layout, (scattered.layout,))
@@ -181,7 +183,7 @@ def _check_sum(summed: Layout, axis: str) -> None:
     assert summed[axis] == Partial("sum"), "output and gradient are sharded on N over this axis, the contracted dim"
 
 
-def gather_forward(
+def _gather_forward(
     a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own_size: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """The rows of all members of the group times b; without a group, this rank's rows times b."""
@@ -192,7 +194,7 @@ def gather_forward(
     return out, (a, b)
 
 
-def gather_backward(
+def _gather_backward(
     saved: Tensors,
     grad: Tensor,
     needed: Sequence[bool],
@@ -210,7 +212,7 @@ def gather_backward(
     return da, db
 
 
-def scatter_forward(
+def _scatter_forward(
     a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own_size: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """This member's rows of the sum of all members' products a @ b; without a group, a @ b."""
@@ -221,7 +223,7 @@ def scatter_forward(
     return out, (a, b)
 
 
-def scatter_backward(
+def _scatter_backward(
     saved: Tensors,
     grad: Tensor,
     needed: Sequence[bool],
@@ -319,8 +321,8 @@ def _matmul_reduce_scatter_backward(
         db.copy_(weight_gradient.total)
 
 
-ALL_GATHER_MATMUL = Op("all_gather_matmul", gather_forward, gather_backward, _rule_of_gather)
-MATMUL_REDUCE_SCATTER = Op("matmul_reduce_scatter", scatter_forward, scatter_backward, _rule_of_scatter)
+ALL_GATHER_MATMUL = Op("all_gather_matmul", _gather_forward, _gather_backward, _rule_of_gather)
+MATMUL_REDUCE_SCATTER = Op("matmul_reduce_scatter", _scatter_forward, _scatter_backward, _rule_of_scatter)
 
 
 @dataclass(frozen=True, slots=True)

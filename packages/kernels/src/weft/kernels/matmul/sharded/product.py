@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands
 from .. import function
-from ..checks import check_accumulation, check_matmul
+from ..checks import check_accumulation, check_factors, check_matmul
 from .layout_rule import (
     GRADIENT,
     adds_bias,
@@ -24,6 +24,8 @@ from .layout_rule import (
     output_dtype,
     without_partial,
 )
+
+NAMES = ("a", "b", "bias", "residual", "a_scale", "b_scale", "accumulate_into")  # the operands, in messages
 
 
 @autocasts("matmul")
@@ -72,12 +74,14 @@ def matmul(
     Communication: none.
     Raises LayoutError for further layouts, ValueError for mismatched shapes, dtypes, devices or options.
     """
-    if activation is None and out_dtype is None and alpha == 1:
-        native = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
+    check_factors("matmul", alpha, beta)
+    is_alone = activation is None and out_dtype is None and alpha == 1
+    if is_alone and bias is residual is a_scale is b_scale is accumulate_into is None:
+        native = function.native_matmul(a, b)
         if native is not None:
             return native
+    check_operands("matmul", NAMES, 2, a, b, bias, residual, a_scale, b_scale, accumulate_into)
     check_matmul(a, b, bias, activation, residual, out_dtype, a_scale, b_scale)
-    check_devices("matmul", a, b, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
         check_accumulation(a, b, accumulate_into, bias, residual, a_scale, b_scale, activation, out_dtype, alpha, beta)
         with torch.no_grad():

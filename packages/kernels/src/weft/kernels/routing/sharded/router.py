@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 
+from ...dispatch.arguments import check_choice, check_flag, check_number, check_tensors, described, is_int
 from ...dispatch.backend import check_floats
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_operands
 from .. import function
 from ..reference import wide_dtype
-from .tokens import check_experts
+from .tokens import check_experts, check_num_experts
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")  # values of `route`'s option `score`
 
@@ -31,13 +32,15 @@ def route(
     scale: float = 1.0,
     groups: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the k experts of each token with the highest scores, and their weights.
+    """Choose the k experts with the best scores for each token, and the weights of these experts.
 
     scores: the router's logits, [..., E], in bfloat16, float16, float32 or float64.
-    Returns the experts, int32 [..., k], in descending order of score, and their weights [..., k], in float32; in
-    float64 for float64 scores. The lower of two experts with equal scores comes first, on every device.
+    Returns the experts, int32 [..., k], and the weights [..., k], in float32; in float64 for float64 scores. Experts
+    are in descending order of the numbers that decide the choice, bias included. The lower of two experts with equal
+    numbers comes first, on every device.
     score: the function from logits to weights: "softmax" over all experts, or "sigmoid" of each logit.
-    softmax_after: the softmax is over the chosen logits alone. The weights then sum to 1, whatever `normalize` is.
+    softmax_after: the softmax is over the chosen logits alone. The weights then sum to 1 before `scale`, for either
+    value of `normalize`.
     normalize: divide a token's weights by their sum (Mixtral; Qwen3-MoE's norm_topk_prob).
     bias: [E], added to the softmax or sigmoid for the choice alone, not in the weights; with softmax_after added to
     the logits. The bias has no gradient: a training loop corrects the bias (DeepSeek-V3, arXiv:2412.19437).
@@ -46,27 +49,28 @@ def route(
     sum of the group's two highest scores, bias included (DeepSeek-V3's n_group and topk_group).
 
     All arithmetic is in float32 at least. Without bias and groups the logits themselves decide the choice. A NaN counts
-    as the highest score, as in torch.topk: the NaN's expert is chosen, and all weights of the token are NaN; under
-    "sigmoid" without normalize, only the weight of this expert.
+    as the highest score, as in torch.topk: the NaN's expert is chosen, and all weights of the token are NaN. Under
+    "sigmoid" without normalize, the weight of the NaN's expert alone is NaN.
     Gradient: of the scores, through the weights alone. Saved for backward: the scores and the experts.
 
     Layouts: the scores are sharded on any dims of tokens; experts and weights are sharded alike. The bias is
     replicated.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for k above E or below 1, options unlike the above, other
-    dtypes or shapes, and tensors on two devices.
+    Raises LayoutError for any other layouts; ValueError for k above E or below 1, values of options that are not
+    listed here, other dtypes or shapes, and tensors on two devices.
     """
+    check_operands("route", ("scores", "bias"), 1, scores, bias)
+    check_flag("route", "normalize", normalize)
+    check_number("route", "scale", scale)
     check_floats("route", ("scores", "the bias"), scores, bias)
     if scores.ndim < 1:
         raise ValueError("route takes scores of shape [..., E], got a number; give the router's logits")
     _check_router(scores.shape[-1], k, score, softmax_after, groups)
-    if bias is not None:
-        if bias.shape != scores.shape[-1:]:
-            raise ValueError(
-                f"route: the bias has shape {tuple(bias.shape)}, but the scores are of {scores.shape[-1]} experts; "
-                f"give a number for each expert"
-            )
-        check_devices("route", scores, bias)
+    if bias is not None and bias.shape != scores.shape[-1:]:
+        raise ValueError(
+            f"route: the bias has shape {tuple(bias.shape)}, but the scores are of {scores.shape[-1]} experts; "
+            f"give a number for each expert"
+        )
     weights, experts = apply_many(
         ROUTE, scores, bias,
         k=k, score=score, softmax_after=softmax_after, normalize=normalize, scale=float(scale),
@@ -77,16 +81,18 @@ def route(
 
 def _check_router(E: int, k: int, score: str, softmax_after: bool, groups: Sequence[int] | None) -> None:
     """Raise ValueError for options of `route` that do not fit E experts."""
-    if not 1 <= k <= E:
-        raise ValueError(f"route: k is {k}, but there are {E} experts; give 1 to {E}")
-    if score not in SCORE_FUNCTIONS:
-        raise ValueError(f"route: score is {score!r}; give one of {', '.join(map(repr, SCORE_FUNCTIONS))}")
+    if not (is_int(k) and 1 <= k <= E):
+        raise ValueError(f"route: k is {described(k)}, but there are {E} experts; give 1 to {E}")
+    check_choice("route", "score", score, SCORE_FUNCTIONS)
+    check_flag("route", "softmax_after", softmax_after)
     if softmax_after and score != "softmax":
         raise ValueError(f"route: softmax_after goes with score='softmax', got {score!r}; leave one of both out")
     if groups is None:
         return
-    if len(groups) != 2:
-        raise ValueError(f"route: groups is {tuple(groups)}; give (number of groups, groups that a token chooses from)")
+    if not (isinstance(groups, tuple | list) and len(groups) == 2 and is_int(groups[0]) and is_int(groups[1])):
+        raise ValueError(
+            f"route: groups is {described(groups)}; give (number of groups, groups that a token chooses from)"
+        )
     n, m = groups
     if n < 1 or E % n:
         degrees = [each for each in range(1, E + 1) if E % each == 0]
@@ -114,13 +120,13 @@ def sequence_load(experts: Tensor, num_experts: int) -> Tensor:
     Raises LayoutError for any other layouts; ValueError for other dtypes or shapes, and on a CPU for an expert outside
     0 to num_experts - 1.
     """
+    check_tensors("sequence_load", ("experts",), experts)
     check_experts("sequence_load", experts)
     if experts.ndim != 3:
         raise ValueError(
             f"sequence_load takes experts [B, T, k], got {tuple(experts.shape)}; give the experts of whole sequences"
         )
-    if num_experts < 1:
-        raise ValueError(f"sequence_load: num_experts is {num_experts}; give the number of experts, 1 or more")
+    check_num_experts("sequence_load", num_experts)
     return apply(SEQUENCE_LOAD, experts, num_experts=num_experts)
 
 
@@ -144,8 +150,9 @@ def router_statistics(
     [0 : E], how often each expert was chosen, exact below 2**24 times;
     [E : 2 * E], the sum over tokens of softmax(logits) (Fedus et al. 2021);
     [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022);
-    [2 * E + 1], with `load`, the sum over tokens and experts of load / T of the token's sequence times softmax(logits)
-    (the sequence-wise loss of DeepSeek-V3, arXiv:2412.19437).
+    [2 * E + 1], with `load`, the sum over tokens and experts of softmax(logits) * load / T, where the load is of the
+    token's sequence (the sequence-wise loss of DeepSeek-V3, arXiv:2412.19437).
+    A model passes the result of a layer to the next: autograd then leads from the last result to every layer's logits.
     Gradients: of the logits, through all sums but the first; of `statistics`. Saved for backward: the logits and the
     load.
 
@@ -154,8 +161,10 @@ def router_statistics(
     and replicated over the remaining axes: reshard the Partial result of `sequence_load`.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, a layer outside 0 to
-    layers - 1, and tensors on two devices.
+    layers - 1, tensors on two devices, and on a CPU for an expert outside 0 to E - 1.
     """
+    names = ("logits", "experts", "statistics", "load")
+    check_operands("router_statistics", names, 2, logits, experts, statistics, load)
     check_floats("router_statistics", ("logits", "load"), logits, load)
     check_experts("router_statistics", experts)
     if logits.ndim < 1 or logits.shape[:-1] != experts.shape[:-1]:
@@ -168,8 +177,10 @@ def router_statistics(
             f"router_statistics takes a load [B, E] for logits [B, T, E], got {tuple(load.shape)} and "
             f"{tuple(logits.shape)}; give the result of sequence_load for the same sequences"
         )
-    if not 0 <= layer < layers:
-        raise ValueError(f"router_statistics: layer is {layer} of {layers} layers; give 0 to {layers - 1}")
+    if not (is_int(layers) and layers >= 1):
+        raise ValueError(f"router_statistics: layers is {described(layers)}; give the number of layers, 1 or more")
+    if not (is_int(layer) and 0 <= layer < layers):
+        raise ValueError(f"router_statistics: layer is {described(layer)} of {layers} layers; give 0 to {layers - 1}")
     if statistics is not None:
         wanted, dtype = (layers, 2 * logits.shape[-1] + 1 + (load is not None)), wide_dtype(logits)
         if statistics.shape != wanted or statistics.dtype != dtype:
@@ -177,7 +188,6 @@ def router_statistics(
                 f"router_statistics: the statistics are {tuple(statistics.shape)} of {statistics.dtype}; give {wanted} "
                 f"of {dtype}, for {layers} layers of {logits.shape[-1]} experts"
             )
-    check_devices("router_statistics", logits, experts, statistics, load)
     length = 0 if load is None else logits.shape[1]
     return apply(STATISTICS, logits, experts, statistics, load, layer=layer, layers=layers, length=length)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard, infer
 
+from ...dispatch.arguments import described, is_int
 from ...dispatch.backend import TOKEN_DTYPES, check_floats
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_operands
 from .. import function
 
 GRADIENT = "the output's gradient"  # an operand's name in messages
@@ -37,6 +38,7 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, tensors on two devices,
     and on a CPU for an expert outside 0 to num_experts - 1, whose rows a GPU puts behind all rows.
     """
+    check_operands("dispatch", ("x", "experts"), 2, x, experts)
     check_floats("dispatch", ("x",), x)
     check_experts("dispatch", experts)
     if x.ndim < 1 or x.shape[:-1] != experts.shape[:-1]:
@@ -44,9 +46,7 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
             f"dispatch takes x [..., H] and experts [..., k] of the same tokens, got {tuple(x.shape)} and "
             f"{tuple(experts.shape)}; reshape one"
         )
-    if num_experts < 1:
-        raise ValueError(f"dispatch: num_experts is {num_experts}; give the number of experts, 1 or more")
-    check_devices("dispatch", x, experts)
+    check_num_experts("dispatch", num_experts)
     rows, offsets = apply_many(DISPATCH, x, experts, num_experts=num_experts)
     return rows, offsets
 
@@ -68,6 +68,7 @@ def combine(y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes and tensors on two
     devices.
     """
+    check_operands("combine", ("y", "experts", "weights"), 3, y, experts, weights)
     check_floats("combine", ("y", "the weights"), y, weights)
     check_experts("combine", experts)
     if y.ndim != 2 or weights.shape != experts.shape or y.shape[0] != experts.numel():
@@ -75,7 +76,6 @@ def combine(y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
             f"combine takes y [N * k, H] and experts and weights [..., k] of N tokens, got {tuple(y.shape)}, "
             f"{tuple(experts.shape)} and {tuple(weights.shape)}; give the rows of dispatch, and route's outputs"
         )
-    check_devices("combine", y, experts, weights)
     return apply(COMBINE, y, experts, weights)
 
 
@@ -92,10 +92,15 @@ def sort_by_expert(experts: Tensor, num_experts: int, first: int = 0) -> tuple[T
     check_experts("sort_by_expert", experts)
     if isinstance(experts, DTensor):
         raise ValueError("sort_by_expert takes plain tensors, got a DTensor; give the rank's part, experts.to_local()")
-    if num_experts < 1:
-        raise ValueError(f"sort_by_expert: num_experts is {num_experts}; give the number of experts, 1 or more")
+    check_num_experts("sort_by_expert", num_experts)
     source, _, offsets = function.sort_rows(experts, num_experts, first)
     return source, offsets
+
+
+def check_num_experts(op: str, num_experts: int) -> None:
+    """Raise ValueError unless the number of experts is an int of 1 or more."""
+    if not (is_int(num_experts) and num_experts >= 1):
+        raise ValueError(f"{op}: num_experts is {described(num_experts)}; give the number of experts, 1 or more")
 
 
 def check_experts(name: str, experts: Tensor) -> None:
@@ -117,9 +122,8 @@ def _dispatch_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: 
     tokens = len(shape) - 1
     infer.whole("dispatch", "the experts", experts, tokens)
     lead = ascii_lowercase[:tokens]
-    by_choice = infer.einsum(
-        f"{lead}z,{lead}y->{lead}yz", x, experts, name="dispatch", operands=("x", "the experts")
-    )  # [..., k, H]
+    # [..., k, H]
+    by_choice = infer.einsum(f"{lead}z,{lead}y->{lead}yz", x, experts, name="dispatch", operands=("x", "the experts"))
     rows = _rows_layout("dispatch", by_choice, shape[:-1])
     shards = rows.parts(0)
     ends = Layout.in_order(rows.mesh, {axis: Shard(0) for axis in rows.shard_order.get(0, ())})

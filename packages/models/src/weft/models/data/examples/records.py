@@ -20,7 +20,7 @@ from ..inputs import (
     read_records,
     type_name,
 )
-from ..kinds import Kind, kind_of
+from ..kinds import FileKind, kind_of
 from ..parquet import column_names, group_sizes, read_rows
 
 # All fields that `forms.py` reads. Further columns of a Parquet file are not read.
@@ -59,7 +59,7 @@ def find_record_parts(
         return _pieces(file, is_named, part_bytes, skip_bad)
 
     parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="JSONL, JSON, CSV or Parquet")
-    if not any(piece.nbytes and piece.kind is not Kind.NONE for part in parts for piece in part):
+    if not any(piece.nbytes and piece.kind is not FileKind.NONE for part in parts for piece in part):
         raise ValueError(
             f"no records of examples are in {', '.join(map(str, inputs))}; give files of JSONL, JSON, CSV or Parquet"
         )
@@ -70,9 +70,9 @@ def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iter
     groups: list[int] = []
     try:
         kind = kind_of(file, FIELDS, is_named=is_named)
-        if kind is Kind.TEXT and is_named:
+        if kind is FileKind.TEXT and is_named:
             raise ValueError(f"{file} holds text, not records of examples; give files of JSONL, JSON, CSV or Parquet")
-        if kind is Kind.PARQUET:
+        if kind is FileKind.PARQUET:
             check_pyarrow(file)
             _check_columns(file)
             groups = group_sizes(file)
@@ -81,8 +81,8 @@ def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iter
     except ValueError:
         if is_named or not skip_bad:
             raise
-        kind = Kind.NONE
-    yield from cut_file(file, Kind.NONE if kind is Kind.TEXT else kind, is_named, part_bytes, groups)
+        kind = FileKind.NONE
+    yield from cut_file(file, FileKind.NONE if kind is FileKind.TEXT else kind, is_named, part_bytes, groups)
 
 
 def _check_columns(file: Path) -> None:
@@ -109,9 +109,9 @@ def read_examples(
     for piece in part:
         if piece.passed:
             left_out.passed.append(piece.passed)
-        elif piece.kind is Kind.NONE:
+        elif piece.kind is FileKind.NONE:
             left_out.skipped.append(str(piece.path))
-        elif piece.kind is Kind.PARQUET:
+        elif piece.kind is FileKind.PARQUET:
             for number, row in read_rows(piece.path, FIELDS, range(piece.start, piece.stop)):
                 yield RecordPlace(piece.path, "row", number), row
         else:
@@ -123,7 +123,7 @@ def _objects(piece: FileRange, left_out: LeftOut, skip_bad: bool) -> Iterator[tu
         if record is BLANK:
             left_out.empty += 1
         elif isinstance(record, dict):
-            yield place, _with_label(record) if piece.kind is Kind.TABLE else record
+            yield place, _with_label(record) if piece.kind is FileKind.TABLE else record
         elif skip_bad:
             left_out.bad += 1
         else:

@@ -45,7 +45,7 @@ class ExampleSource(Protocol):
         ...
 
 
-class Packing:
+class _Packing:
     """Which examples each row holds. `ExampleBatches` makes a Packing from the result of `pack`."""
 
     def __init__(self, row_of: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
@@ -172,7 +172,7 @@ class ExampleBatches:
         learned = np.concatenate([source.learned for source in self._sources])
         self._learned = learned.sum(1) if self._task == "dpo" else learned[:, 0]
         self._labels = np.concatenate([source.labels for source in self._sources])
-        self._trained: list[Packing] = []
+        self._trained: list[_Packing] = []
         self._held_out: list[NDArray[np.int64]] = []  # the examples of each held-out row
         self._places = 0  # places of the training rows that hold a token, not padding
         for source, first in zip(self._sources, self._firsts[:-1].tolist(), strict=True):
@@ -185,7 +185,7 @@ class ExampleBatches:
             trained = np.delete(np.arange(count), held_out)
             for numbers, is_held_out in ((trained, False), (np.array(held_out, dtype=np.int64), True)):
                 row_of = pack(places[numbers], self.row_width) if packed else np.arange(len(numbers))
-                packing = Packing(row_of, numbers + first)
+                packing = _Packing(row_of, numbers + first)
                 if is_held_out:
                     self._held_out += [packing[row] for row in range(len(packing))]
                 else:

@@ -49,7 +49,7 @@ class Generation(Extension):
     def concatenate(self, *values: object) -> str:
         """The operator `~`. Raises TemplateError for a result of more than MOST_CHARACTERS."""
         texts = list(map(str, values))
-        check_size(sum(map(len, texts)))
+        _check_size(sum(map(len, texts)))
         return "".join(texts)
 
 
@@ -65,7 +65,7 @@ class Environment(ImmutableSandboxedEnvironment):
         token = secrets.token_hex(16)  # unknown to the writers of templates and messages
         self.marks = (f"\ue000{token}<", f"\ue000{token}>")
         self._steps = self._characters = 0
-        self.filters["tojson"] = to_json
+        self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = now.strftime
         self.globals["range"] = self._range
@@ -84,11 +84,11 @@ class Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Called by Jinja for the intercepted operators. Raises TemplateError for results that are too large."""
         if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            check_size(len(left) + len(right))
+            _check_size(len(left) + len(right))
         if operator == "*":
             for sequence, number in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(number, int):
-                    check_size(len(sequence) * number)
+                    _check_size(len(sequence) * number)
         if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
             bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * max(right, 0)
             if bits > MOST_BITS:
@@ -113,7 +113,7 @@ class Environment(ImmutableSandboxedEnvironment):
     def _write(self, value: Any) -> Any:
         """Count the characters of a value; called by Jinja for each value written into the text."""
         self._characters += len(value) if isinstance(value, str) else 0
-        check_size(self._characters)
+        _check_size(self._characters)
         return value
 
 
@@ -166,7 +166,7 @@ class Compiled:
         pieces, size = [], 0
         for piece in self._template.generate(**context):
             size += len(piece)
-            check_size(size)
+            _check_size(size)
             pieces.append(piece)
         begin, end = self._environment.marks
         text, spans, starts = "", [], []
@@ -180,13 +180,13 @@ class Compiled:
         return text, sorted(spans)
 
 
-def check_size(characters: int) -> None:
+def _check_size(characters: int) -> None:
     """Raises TemplateError for a text of more than MOST_CHARACTERS."""
     if characters > MOST_CHARACTERS:
         raise TemplateError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
 
 
-def to_json(
+def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,

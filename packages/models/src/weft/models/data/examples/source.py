@@ -176,7 +176,8 @@ def find_examples(
 ) -> Examples | ExampleMixture:
     """Open the examples of a run: the records or the prepared folder at `path`, or a mixture such as ["chats=0.7"].
 
-    tokenizer, template: encode records. A prepared folder must have been made with this tokenizer.
+    path: None with a mixture. tokenizer, template: encode records; template None: for records of text alone. A prepared
+        folder must have been made with this tokenizer.
     length: the most tokens of a segment; a longer segment is cut at the end.
     skip_bad: leave out records without an example, and examples in which a cut leaves nothing to learn.
     Raises ValueError for data that cannot be read, for more than 256 MiB of records, for a folder prepared for another

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...documents import read_plain
+from ...safe_files import read_plain
 from ...terminal import install_command
 from ..tokenizer import CONFIG_FILE, Tokenizer
 from .forms import ASSISTANT, BadExample, Message
@@ -54,7 +54,8 @@ class ChatTemplate:
         """The text of messages, as `apply_chat_template(tokenize=False)` of transformers gives it.
 
         add_generation_prompt: end with the beginning of the assistant's next message.
-        variables: further variables of the template.
+        tools: the descriptions of tools that the assistant may call; None: no tools.
+        variables: further variables of the template; None: none.
         Raises BadExample for messages refused by the template, and ValueError for an unusable template.
         """
         return self._render(messages, add_generation_prompt, tools, variables)[0]
@@ -73,8 +74,9 @@ class ChatTemplate:
         Without marks, turns are found by prefix: a turn begins where the rendering of the earlier messages, with
         add_generation_prompt, ends; the turn ends where the rendering through the turn ends, end token included. A
         message of a conversation with weight 0, as in OpenAI's data, is not learned.
+        tools, variables: as for `render`.
         prompt: the number of messages at the beginning in which nothing is learned; turns are then found by prefix
-            under any template.
+            under any template. None: every turn of the assistant is learned.
         Raises BadExample where a rendering is no prefix of the text: some templates leave out earlier reasoning; and
         for a weight of 0 under marks.
         """

@@ -17,7 +17,8 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shar
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import between_graphs, group_for, memory_of, shape_of, this_rank
 
-from ..plan import ExpertPlan, TokenTransport
+from ...plan_options import TokenTransport
+from ..plan import ExpertPlan
 from ..resolve import ModulePlan, holder_of
 from ..styles import EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
 from .passage import LocalParameters, Passage, TokenLayouts, as_rows
@@ -43,22 +44,23 @@ def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mod
     """
     for name, plan in find_expert_plans(module_plans).items():
         module = model.get_submodule(name)
-        calls = ExpertCalls(mesh, plan, "rows" in inspect.signature(module.forward).parameters)
+        calls = _ExpertCalls(mesh, plan, "rows" in inspect.signature(module.forward).parameters)
         if this_rank() in mesh:
             calls.group()
         module.forward = partial(_forward, calls, module, module.forward)
-        if hasattr(module, "choose"):
-            module.choose = partial(_choose, calls, module)  # type: ignore[assignment]
+        if hasattr(module, "announce_choices"):
+            module.announce_choices = partial(_announce_choices, calls, module)  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
-class ExpertCalls:
+class _ExpertCalls:
     """The state of a hooked module of experts, kept from call to call."""
 
     mesh: ProcessMesh  # of the model, or of a pipeline stage
     plan: ExpertPlan
     takes_rows: bool  # whether the own forward takes `rows`, the number of choices of local experts
-    early_exchange: Exchanging | None = field(default=None, init=False)  # started by `_choose` for the next `_forward`
+    # Started by `_announce_choices` for the next `_forward`; None where `_forward` starts the exchange, or gathers.
+    early_exchange: Exchanging | None = field(default=None, init=False)
 
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """The process group along "ep", and the ranks in their order on the axis. The first call makes the group.
@@ -81,7 +83,7 @@ class ExpertCalls:
             experts=experts // self.plan.size,
         )
 
-    def choose(self, members: ExpertRanks, x: DTensor, experts_per_token: int) -> TokenTransport:
+    def transport(self, members: ExpertRanks, x: DTensor, experts_per_token: int) -> TokenTransport:
         """Whether tokens are exchanged or gathered: the plan's choice, or the cheaper. x: tokens [..., H]."""
         return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
 
@@ -99,10 +101,11 @@ class ExpertCalls:
 
 
 @BETWEEN_GRAPHS
-def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
-    """`Experts.choose` of sharded experts, called by the router: starts to exchange counts ahead of `_forward`.
+def _announce_choices(calls: _ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
+    """`Experts.announce_choices` of sharded experts, called by `MixtureOfExperts`.
 
-    Only for tokens that are exchanged, and only where `_forward` needs no reshard of tokens first.
+    Starts to exchange counts ahead of `_forward`. Only for tokens that are exchanged, and only where `_forward` needs
+    no reshard of tokens first.
     """
     calls.early_exchange = None
     if not isinstance(x, DTensor) or this_rank() not in layout_of(x).mesh:
@@ -118,7 +121,7 @@ def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None
 
 @BETWEEN_GRAPHS
 def _forward(
-    calls: ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
+    calls: _ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
 ) -> Tensor:
     if not isinstance(x, DTensor):
         raise LayoutError(
@@ -156,8 +159,8 @@ def _forward(
     return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
 
 
-def _begin(calls: ExpertCalls, members: ExpertRanks, x: DTensor, experts: Tensor) -> Transport:
-    if calls.choose(members, x, experts.shape[-1]) == "gather":
+def _begin(calls: _ExpertCalls, members: ExpertRanks, x: DTensor, experts: Tensor) -> Transport:
+    if calls.transport(members, x, experts.shape[-1]) == "gather":
         return Gathering(members)
     return Exchanging(members, experts)
 

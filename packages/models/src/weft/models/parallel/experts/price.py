@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from weft.mesh import ProcessMesh
 from weft.reshard import Link
 
-from ..plan import ExpertPlan, TokenTransport
+from ...plan_options import TokenTransport
+from ..plan import ExpertPlan
 from ..styles import CONTEXT_AXIS, TENSOR_AXIS, is_data_axis
 
 # Sources are in moving/collectives.py: between CPUs 1 Gbit/s and 0.1 ms to start a collective, between GPUs

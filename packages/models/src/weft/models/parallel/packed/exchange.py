@@ -26,7 +26,7 @@ IntArray = NDArray[np.int64]  # [n]; numpy, since the host plans and must not wa
 
 
 def shards_of(order: Runs, parts: int) -> list[Runs]:
-    """By shard, the runs of a row whose tokens are laid out in `order` and cut into `parts` as by `torch.chunk`."""
+    """The runs of a row's tokens in each shard. order: of the row's tokens, cut into `parts` as by `torch.chunk`."""
     tokens, place = sum(stop - start for start, stop in order), 0
     bounds = [chunk(tokens, parts, part) for part in range(parts)]
     shards: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
@@ -39,19 +39,21 @@ def shards_of(order: Runs, parts: int) -> list[Runs]:
     return [tuple(runs) for runs in shards]
 
 
-def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None = None) -> dict[tuple[int, int], Runs]:
-    """The messages of a row: {(source shard, destination shard): runs of keys to send}.
+def key_messages(
+    order: Runs, lengths: Sequence[int], parts: int, window: int | None = None
+) -> dict[tuple[int, int], Runs]:
+    """The messages of a row: {(source shard, destination shard): runs of keys to send}. Called by `exchange_of`.
 
     The source holds the keys, and queries of the destination see the keys. Runs are [start, stop), ascending.
     order: the layout of the row's tokens, cut into `parts` shards; see `shards_of`.
     lengths: of the row's documents, in reading order.
-    window: the attention's.
+    window: the attention's; None: a query sees all earlier keys of the document.
     """
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for document, runs_of in groupby(_document_runs(order, lengths, parts), key=lambda run: run.document):
         held = list(runs_of)
         for shard in {run.shard for run in held}:
-            stop = 0  # `found` has the earlier keys already
+            stop = 0  # `found` has the keys before `stop` already
             for query in held:
                 if query.shard != shard:
                     continue
@@ -99,11 +101,11 @@ def exchange_of(
     part: int,
     window: int | None = None,
 ) -> KeyExchange:
-    """Plan the exchange of the rank with shard `part`, for some rows.
+    """Plan the exchange of the rank with shard `part`, for the rank's rows.
 
-    orders, lengths: of each row, as for `messages`.
+    Called by `RowOrders.exchange`, once for a batch and a window: layers with equal windows share the plan.
+    orders, lengths, window: as for `key_messages`; an order and lengths for each row.
     members: members[i] is the shard of the process group's rank i. Senders and receivers are listed by i.
-    window: the attention's.
     """
     parts = len(members)
     sent: list[list[IntArray]] = [[] for _ in members]  # places among this rank's tokens, by receiver
@@ -114,7 +116,7 @@ def exchange_of(
     tokens = keys = 0  # tokens, and received keys, of the rows so far
     is_needed = False
     for row, (order, documents) in enumerate(zip(orders, lengths, strict=True)):
-        pairs = messages(order, documents, parts, window)
+        pairs = key_messages(order, documents, parts, window)
         is_needed = is_needed or bool(pairs)
         held = tokens_of(shards_of(order, parts)[part])
         of_senders = [tokens_of(pairs.get((member, part), ())) for member in members]
@@ -164,7 +166,7 @@ class _DocumentRun(NamedTuple):
 
 
 def _document_runs(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_DocumentRun]:
-    """The runs of a row's documents, in reading order. Arguments as for `messages`."""
+    """The runs of a row's documents, in reading order. Arguments as for `key_messages`."""
     begins, shards = [0, *accumulate(lengths)], shards_of(order, parts)
     for start, stop, shard in sorted((*run, shard) for shard, runs in enumerate(shards) for run in runs):
         first = bisect_right(begins, start) - 1

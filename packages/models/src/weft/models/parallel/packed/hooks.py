@@ -55,7 +55,8 @@ class LatestOrder:
 def start_exchange(key: DTensor, value: DTensor, order: RowOrders, window: int | None) -> Any:
     """Start to exchange a layer's keys and values. Returns `KeysOnTheirWay` in place of the keys, None for the values.
 
-    window: the attention's. A rank outside the mesh gets key and value back. Communication: as `KeysOnTheirWay`.
+    window: the attention's; None for attention without a window. A rank outside the mesh gets key and value back.
+    Communication: as `KeysOnTheirWay`.
     """
     if this_rank() not in layout_of(key).mesh:
         return key, value

@@ -1,7 +1,8 @@
-"""The cut of a packed row over the context ranks: equally many tokens and nearly equal causal work for each rank.
+"""The cut of a row over the context ranks: equally many tokens and nearly equal causal work for each rank.
 
-A document is a contiguous stretch of a row, and its tokens attend within the document only. Short documents stay whole
-on one rank, which then needs no keys of another rank. A long document is cut into pieces.
+A document is a contiguous stretch of a packed row, and its tokens attend within the document only. A row that is not
+packed counts as a single document. Short documents stay whole on one rank, which then needs no keys of another rank. A
+long document is cut into pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Windows = tuple[int | None, ...]  # by attention layer of the model; None for a 
 NO_WINDOW: Windows = (None,)
 
 
-def work_before(place: int, layers: Mapping[int | None, int]) -> int:
+def _work_before(place: int, layers: Mapping[int | None, int]) -> int:
     """The number of keys seen by the first `place` queries of a document, summed over layers.
 
     Query i sees min(i + 1, window) keys. layers: {window: number of layers with this window}.
@@ -46,6 +47,7 @@ def balanced_order(tokens: int, parts: int) -> Runs:
 
     Shards are cut as by `torch.chunk`. A shard pairs a run of early tokens, which attend to few keys, with a run of
     late tokens; the runs differ by at most a token in length. The order depends on the arguments alone.
+    Called by `order_by_documents`.
     """
     runs: list[tuple[int, int]] = []
     head, tail = 0, tokens
@@ -62,7 +64,8 @@ def balanced_order(tokens: int, parts: int) -> Runs:
 def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = NO_WINDOW) -> Runs:
     """The order of a row's tokens in which `parts` contiguous shards have nearly equal causal work.
 
-    lengths: of the documents, in reading order. windows: of the model's attention layers, whose work is summed.
+    lengths: of the documents, in reading order; (tokens,) for a row that is not packed.
+    windows: of the model's attention layers, whose work is summed.
     Returns runs [start, stop) of the row, shard after shard, ascending within a shard. Shards are cut as by
     `torch.chunk`. The order depends on the arguments alone. A single document without a window gets `balanced_order`.
     """
@@ -70,18 +73,19 @@ def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = 
     layers = Counter(None if window is None or window >= longest else window for window in windows)
     if len(lengths) == 1 and [*layers] == [None]:
         return balanced_order(lengths[0], parts)
-    return tuple([run for runs in deal(lengths, parts, layers) for run in runs])
+    return tuple([run for runs in _deal_out(lengths, parts, layers) for run in runs])
 
 
-def deal(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
+def _deal_out(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
     """Deal the documents out to the shards; returns the runs of each shard. layers: {window: number of layers}.
 
     Longest processing time first (Graham 1969), with tokens as a second resource. Each rank has a target of tokens and
-    of work. Documents are dealt out in the order of work per token, most first. A rank's need is lacking work - lacking
-    tokens * m, where m is the mean work per token of the documents not yet dealt. The neediest rank gets the whole
-    document, if the shortest documents could then fill the rank's tokens without exceeding the rank's work. Otherwise
-    the rank gets a piece: the most tokens for which this holds. A piece is a run from the document's head and a run
-    from the tail, with the document's mean work per token. So the remainder keeps this mean, and is dealt out next.
+    a target of work, and lacks at first both. Documents are dealt out in the order of work per token, most first. m is
+    the mean work per token of the documents still to deal. A rank's need is the work that the rank lacks, minus m times
+    the tokens that the rank lacks. The neediest rank gets the whole document, if the shortest documents could then fill
+    the rank's tokens without exceeding the rank's work. Otherwise the rank gets a piece: the most tokens for which the
+    condition holds. A piece is a run from the document's head and a run from the tail, with the document's mean work
+    per token. The remainder keeps this mean, and is dealt out next.
     """
     return _Dealing(lengths, parts, layers).runs()
 
@@ -89,7 +93,7 @@ def deal(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -
 class _Remainder(NamedTuple):
     """The tokens of a document not yet dealt out, at first all. Remainders sort by work per token, most first."""
 
-    density: float  # minus the mean work per token, so that a heap gives the most first
+    minus_density: float  # minus the mean work per token, so that a heap gives the most first
     begin: int  # the document's first token in the row
     start: int  # the remainder is [start, stop) of the document
     stop: int
@@ -100,12 +104,12 @@ class _Remainder(NamedTuple):
 
 
 class _Dealing:
-    """A row being dealt out to the ranks; see `deal`."""
+    """A row being dealt out to the ranks; see `_deal_out`."""
 
     def __init__(self, lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> None:
         self._layers = layers
         begins = [0, *accumulate(lengths)]
-        total, tokens = sum(work_before(length, layers) for length in lengths), begins[-1]
+        total, tokens = sum(_work_before(length, layers) for length in lengths), begins[-1]
         sizes = [stop - start for start, stop in (chunk(tokens, parts, part) for part in range(parts))]
         # By rank: the tokens and the work still lacking, and the runs dealt so far.
         self._free = sizes
@@ -121,7 +125,7 @@ class _Dealing:
         # The tokens and the work of the n shortest documents together.
         ascending = sorted(length for length in lengths if length)
         self._low_tokens = [0, *accumulate(ascending)]
-        self._low_work = [0, *accumulate(work_before(length, layers) for length in ascending)]
+        self._low_work = [0, *accumulate(_work_before(length, layers) for length in ascending)]
         self._slack = _SLACK * total / parts
         self._shortest = 1 + sizes[0] // _SHORTEST
 
@@ -229,7 +233,7 @@ class _Dealing:
         return _Remainder(-self._work(start, stop) / (stop - start), begin, start, stop)
 
     def _work(self, start: int, stop: int) -> int:
-        return work_before(stop, self._layers) - work_before(start, self._layers)
+        return _work_before(stop, self._layers) - _work_before(start, self._layers)
 
 
 def join_runs(runs: Iterable[tuple[int, int]]) -> Runs:

@@ -39,7 +39,7 @@ class RowOrders:
         key = parts, windows, documents.numpy().tobytes()  # bytes, since a loader may refill the tensor
         latest: tuple[tuple[int, Windows, bytes], RowOrders] | None = getattr(documents, _LATEST, None)
         if latest is None or latest[0] != key:
-            lengths = tuple([document_lengths(ids, row) for row, ids in enumerate(documents)])
+            lengths = tuple([_document_lengths(ids, row) for row, ids in enumerate(documents)])
             orders = cls(tuple([order_by_documents(each, parts, windows) for each in lengths]), lengths, parts)
             latest = key, orders
             setattr(documents, _LATEST, latest)
@@ -85,7 +85,7 @@ class RowOrders:
         return self._exchanges[*on_host, device]
 
 
-def document_lengths(ids: Tensor, row: int = 0) -> tuple[int, ...]:
+def _document_lengths(ids: Tensor, row: int = 0) -> tuple[int, ...]:
     """The lengths of a row's documents, the stretches of equal ids. ids: [T] on the CPU.
 
     row: the row's number, for the error.

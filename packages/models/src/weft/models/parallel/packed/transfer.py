@@ -34,6 +34,7 @@ class KeysOnTheirWay:
 
     A hook of `KeysAndValues` returns a KeysOnTheirWay instead of the keys, and the layer hands it to attention as the
     argument `key`. There `take_received` (hooks.py) moves it to the argument `received`.
+    window: the attention's; None for attention without a window.
     Communication: an all-to-all, started when the object is made and waited for in attention. A second all-to-all, of
     gradients, is started and waited for in attention's backward. None where no rank along "cp" needs a remote key.
     """
@@ -44,7 +45,7 @@ class KeysOnTheirWay:
         self._group, _ = group_along(key.device_mesh, (CONTEXT_AXIS,))
         self._ranks = process_mesh(key.device_mesh).submesh(this_rank(), CONTEXT_AXIS)
         device = torch.device("cpu") if key.is_meta else local[0].device
-        self._exchange = exchange_on(key.device_mesh, order, window, device)
+        self._exchange = _exchange_on(key.device_mesh, order, window, device)
         with torch.no_grad():
             rows = [x.reshape(-1, x.shape[-1]) for x in local]
             outgoing = torch.cat([_selected(each, self._exchange.sent) for each in rows], 1)  # [sent, 2 * width]
@@ -131,7 +132,7 @@ class KeysOnTheirWay:
         return arrived
 
 
-def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: torch.device) -> KeyExchange:
+def _exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: torch.device) -> KeyExchange:
     """This rank's exchange for rows in `order`. mesh: of the keys. window: the attention's. device: of the exchange."""
     at = process_mesh(mesh).coordinate(this_rank())
     assert at is not None, "ranks outside the mesh exchange no keys"
@@ -148,7 +149,7 @@ def prepare_exchanges(
     """
     attends = [each for each in model.modules() if isinstance(each, DotProductAttention)]
     for window in {each.window for each in attends}:
-        exchange = exchange_on(device_mesh(mesh, device.type), order, window, device)
+        exchange = _exchange_on(device_mesh(mesh, device.type), order, window, device)
         for visible in (exchange.own, exchange.received) if device.type == "cpu" else ():
             visible.fused_calls(dtype)
 

@@ -67,7 +67,7 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
 
     outer_modules = {
         name: stages(flow.outer_modules[name]) if name in flow.outer_modules else everywhere
-        for name in modules_around(model, layers)
+        for name in _modules_around(model, layers)
     }
     inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | outer_modules
     stages_of: dict[nn.Parameter, frozenset[int]] = {}
@@ -180,13 +180,13 @@ class Flow:
 
     layers: tuple[str, ...]  # the names of the listed layers, in the order of their calls
     # {module: the layers reading the module's outputs}; END may be among the readers. The modules are the names of
-    # `modules_around`. A module whose outputs autograd cannot follow, as integers, has no entry.
+    # `_modules_around`. A module whose outputs autograd cannot follow, as integers, has no entry.
     outer_modules: dict[str, set[int]] = field(default_factory=dict)
     # {parameter of a module around the list of layers: the layers reading the parameter}; END may be a reader.
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
-def modules_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
+def _modules_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
     """The largest modules that neither contain a listed layer nor lie within a listed layer, by name."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
@@ -262,7 +262,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
             modules[name].register_forward_hook(leave(i)),
         )
     ]
-    handles += [model.get_submodule(name).register_forward_hook(mark(name)) for name in modules_around(model, layers)]
+    handles += [model.get_submodule(name).register_forward_hook(mark(name)) for name in _modules_around(model, layers)]
     try:
         with torch.device("meta"), _in_eval_mode(model), torch.enable_grad():
             state = {name: _meta_like(value) for name, value in _state(model)}

@@ -70,7 +70,7 @@ class Channel:
         cache = world_cache()
         number = cache[self._group] = cache.get(self._group, 0) + 1  # counts models with stages on these two ranks
         self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
-        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `SentTensor` in place of each tensor
+        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `_SentTensor` in place of each tensor
         # By kind: the last message's structure and `_leaf_form`s, which are compared faster than forms.
         self._leaf_forms: dict[Any, Any] = {}
         self._expected: dict[Any, _Expected] = {}
@@ -107,7 +107,7 @@ class Channel:
             return
         self._forget_received()
         for sent in tree_leaves(self._forms[kind]):
-            if isinstance(sent, SentTensor):
+            if isinstance(sent, _SentTensor):
                 self._start_send(torch.zeros(sent.local, dtype=sent.dtype, device=self._device))
 
     def receive(self, kind: Any, more: bool, seconds: float | None = None) -> Any:
@@ -181,7 +181,7 @@ class _Expected:
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
-        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, SentTensor)]
+        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, _SentTensor)]
         self._mesh, self._device = mesh, device
         self._specs: dict[int, Any] = {}  # the spec of each DTensor of the message, by position
 
@@ -192,10 +192,10 @@ class _Expected:
     def build(self, parts: Sequence[Tensor]) -> Any:
         """The message, given the received parts."""
         tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
-        leaves = [next(tensors) if isinstance(leaf, SentTensor) else leaf for leaf in self._leaves]
+        leaves = [next(tensors) if isinstance(leaf, _SentTensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
-    def _tensor(self, i: int, part: Tensor, sent: SentTensor) -> Tensor:
+    def _tensor(self, i: int, part: Tensor, sent: _SentTensor) -> Tensor:
         if sent.placements is None:
             return part.requires_grad_(sent.requires_grad)
         if i not in self._specs:
@@ -223,7 +223,7 @@ class Handover:
         )
 
     def receive(self, kind: Any, more: bool, seconds: float | None = None) -> Any:
-        """The next message."""
+        """The next message, which is there already. Arguments: as for `Channel.receive`, and without effect."""
         return self._messages.popleft()
 
     def finish(self) -> None:
@@ -252,7 +252,7 @@ def _leaf_form(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class SentTensor:
+class _SentTensor:
     """The description of a tensor in the form of a message."""
 
     local: tuple[int, ...]  # the shape of a rank's part, as sent to the peer
@@ -263,7 +263,7 @@ class SentTensor:
 
 
 def form_of(message: Any) -> Any:
-    """The message with a `SentTensor` in place of each tensor."""
+    """The message with a `_SentTensor` in place of each tensor."""
     return tree_map(_describe, message)
 
 
@@ -273,7 +273,7 @@ def _describe(leaf: Any) -> Any:
     local, placements = leaf, None
     if isinstance(leaf, DTensor):
         local, placements = leaf.to_local(), str(layout_of(leaf))
-    return SentTensor(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
+    return _SentTensor(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
 
 
 def encode_form(form: Any) -> bytes:
@@ -299,7 +299,7 @@ def _as_json(form: Any) -> Any:
         return {type(form).__name__: [_as_json(each) for each in form]}
     if type(form) in _MAPPINGS.values():
         return {type(form).__name__: [[_as_json(key), _as_json(each)] for key, each in form.items()]}
-    if isinstance(form, SentTensor):
+    if isinstance(form, _SentTensor):
         dtype = str(form.dtype).removeprefix("torch.")
         return {"Sent": [form.local, dtype, form.requires_grad, form.shape, form.placements]}
     raise TypeError(
@@ -324,4 +324,4 @@ def _of_json(value: Any) -> Any:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype) or type(requires_grad) is not bool or not isinstance(placements, str | None):
         raise TypeError
-    return SentTensor(tuple(map(int, local)), dtype, requires_grad, tuple(map(int, shape)), placements)
+    return _SentTensor(tuple(map(int, local)), dtype, requires_grad, tuple(map(int, shape)), placements)

@@ -33,7 +33,7 @@ _DTYPE_NAME_BYTES = 32  # bytes in which the name of a dtype is broadcast
 def shares_casts(plan: ParallelPlan) -> bool:
     """Whether a pipeline's microbatches share the casts of parameters under autocast (`sharing_casts`).
 
-    Not where whole blocks are recomputed: their graphs save no casts.
+    False where whole blocks are recomputed: the graphs of these blocks save no casts.
     """
     return plan.recompute != "full"
 
@@ -45,7 +45,7 @@ class Pipeline:
     plan, schedule: how the model is cut, and the order of actions.
     mesh: the whole mesh, with the axis "pp".
     parameters: the parameters of all stages by name, as meta tensors.
-    shares_casts: of the function `shares_casts`.
+    shares_casts: the result of the function `shares_casts` for the model's plan.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class Pipeline:
         coordinate = mesh.coordinate(this_rank())
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
         self._coordinate = coordinate
+        # Of each parameter held by several stages, by name: the coordinates along "pp" of its ranks.
         self.shared = stages.cut.shared(schedule.rank_of)
         self.failures = Failures(mesh, is_alone=mesh.size == schedule.ranks)
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
         self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
-        # Forms of messages known beforehand: by direction and the stage entered, then by kind.
+        # Set in recordings on shapes, because real stages learn the forms of messages from the messages themselves:
+        # forms by "F" or "B" and the stage entered, then by `Microbatch.kind`.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
-        self.repeated: RepeatedActions | None = None  # set for the next step by a recording on shapes
+        self.repeated: RepeatedActions | None = None  # set in recordings on shapes, before a step, and used for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise TypeError("a model that is cut into stages cannot be copied; parallelize a new model")
@@ -81,9 +83,10 @@ class Pipeline:
         return stage_mesh_of(self.mesh, self._coordinate[PIPELINE_AXIS])
 
     def is_counted_here(self, name: str) -> bool:
-        """Whether this rank counts the parameter `name` where each parameter must count once over "pp", as in a norm.
+        """Whether this rank counts its parameter `name` where each parameter must count once over "pp".
 
-        The first of the ranks along "pp" with the parameter does.
+        False for a shared parameter, except on the first of the ranks along "pp" with the parameter. Asked for the norm
+        of gradients (`clip_gradients`), for digests (`Recorder`), and for gradients of earlier steps.
         """
         return name not in self.shared or self.shared[name][0] == self._coordinate[PIPELINE_AXIS]
 
@@ -102,12 +105,13 @@ class Pipeline:
         synchronizes gradients, so that no rank's collectives are left over.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
-        accumulating: a context in which backward passes only add up gradients; entered once around all actions.
+        accumulating: a context in which backward passes add up gradients without communication; entered once around
+            all actions.
         call_context: a context entered around each call of the model.
-        after_phase: called after each action, with the direction.
-        Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
-        stage. Sharded parameters are gathered once and stay gathered until all microbatches are done. At the end as
-        `Failures.meet`.
+        after_phase: called after each action, with the action's direction.
+        Communication: between neighboring stages, each rank sends activations and receives gradients of activations,
+        to and from the rank whose further coordinates are equal. Sharded parameters are gathered once and stay gathered
+        until all microbatches are done. At the end as `Failures.meet`.
         Raises RuntimeError after a step that lost messages.
         """
         schedule = self.schedule
@@ -164,7 +168,7 @@ class Pipeline:
             is_training=is_training,
         )
 
-    def add_shared(self, model: nn.Module) -> None:
+    def sum_shared_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of shared parameters, held by several stages. The sum has equal bits on all stages.
 
         Communication: for each shared parameter, an all-reduce among the ranks along "pp" with the parameter.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.models.documents import as_type, check_plain_name, parse_json, read_json, read_plain
+from weft.models.safe_files import as_type, check_plain_name, parse_json, read_json, read_plain
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Reads files from untrusted sources, and writes files into folders where other users may plant links.
 
 Reading: plain files only, and JSON only into values of declared types. Every JSON file that the package reads goes
-through `read_json` or `parse_json`. Writing: never through a symbolic link. Nothing here needs torch.
+through `read_json` or `parse_json`, every TOML file through `parse_toml`. Writing: never through a symbolic link.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import stat
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,10 +24,12 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 T = TypeVar("T")
 
-# The most bytes of a document. The largest in use are manifests: about 150 bytes for each part of a tensor.
+# The most bytes of a file. The largest in use are manifests: about 150 bytes for each part of a tensor.
 LARGEST = 256 * 2**20
 # The most bytes of a file's name, on the file systems in use.
 _LONGEST_NAME = 255
+# The most dots of a name in a TOML file. Options have at most three, numbers of a chip at most four.
+_MOST_DOTS = 8
 # The most characters of a name or value in an error.
 _SHOWN = 60
 
@@ -79,10 +83,27 @@ def parse_json(content: bytes, where: str, remedy: str) -> dict[str, Any]:
     return value
 
 
-def check_plain_name(name: str, where: str) -> None:
-    """Raises ValueError unless `name` is a visible file directly in its folder: no path, no "..", no leading dot.
+def parse_toml(content: bytes, where: str, remedy: str) -> dict[str, Any]:
+    """Parses TOML. where: the file, for errors. remedy: how the error about many dots or brackets ends.
 
-    A name has 255 bytes at most.
+    Raises ValueError for bytes that are not TOML, for deep brackets, and for a name with more than 8 dots: tomllib
+    would take minutes for a name with thousands.
+    """
+    try:
+        text = content.decode("utf-8")
+        if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.splitlines()):
+            raise RecursionError
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} nests too deeply to be read; {remedy}") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number with more digits than Python reads
+        raise ValueError(f"{where} is not TOML: {error}") from None
+
+
+def check_plain_name(name: str, where: str) -> None:
+    """Raises ValueError unless `name` may name a file directly in a folder: no path, no leading dot, 1 to 255 bytes.
+
+    where: the place that names the file, for the error. Whether there is a file of this name is not checked.
     """
     nbytes = len(name.encode("utf-8", "surrogatepass"))
     plain = PurePosixPath(name).name == name and not name.startswith(".") and "\0" not in name and "\\" not in name
@@ -93,7 +114,7 @@ def check_plain_name(name: str, where: str) -> None:
 def links_outside(path: Path) -> bool:
     """Whether a file is a link out of its folder, except a link into the blobs of a Hugging Face cache.
 
-    By such a link, a folder from elsewhere could bring any file of this machine into a saved model or a copy. Tokenizer
+    By a link out, a folder from elsewhere could bring any file of this machine into a saved model or a copy. Tokenizer
     files behind such links are skipped, and chat templates and folders to copy are refused. Weights are read; `convert`
     then warns.
     A cache has snapshots/REVISION/NAME as a link into blobs. If the folder itself is a link, the folder behind the
@@ -250,19 +271,21 @@ def _new_file(path: Path) -> int:
 
 
 def write_shared(path: Path, content: bytes) -> None:
-    """As `write_anew`, for a file that several processes, on any machine, may write at once: the last one's is kept.
+    """As `write_anew`, for a file that several processes, on any machine, may write at once: the last file is kept.
 
-    A killed process may leave its hidden temporary file behind.
+    Called for the table of a precomputed reference, which several runs on the same data may write. A killed process may
+    leave its hidden temporary file behind.
     """
     with _written_aside(path, content) as aside:
         aside.replace(path)
 
 
 def write_first(path: Path, content: bytes) -> None:
-    """As `write_shared`, but the first one's file is kept.
+    """As `write_shared`, but the first file is kept.
 
-    Raises FileExistsError for a file or link at `path`, which stays as it is. On a file system without hard links,
-    `path` is looked at just before the rename instead: of two files within this moment, the last one's is kept.
+    Raises FileExistsError for a file or link at `path`, which stays as it is. A file system without hard links cannot
+    refuse the second file: `path` is looked at just before the rename, and two processes that look at the same moment
+    both rename. The later file is then kept.
     """
     with _written_aside(path, content) as aside:
         try:
