@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.rules import PACKAGES, ROOT, sources
 from tests.architecture.words import POINTING, comments_behind_breaks, pointing_words, prose, riddles, types
 
-# Words that do not say what a value is or what a function does.
+# Names without a meaning: no value and no function has such a name.
 PRONOUNS = {"they", "them", "those", "it"}
 RIDDLES = PRONOUNS | {"told", "said", "lies", "brought", "went", "pull", "spread", "again", "kept", "asked", "taken"}
 RIDDLES |= {"others", "made", "wholes", "gone", "given"}

@@ -27,7 +27,7 @@ MADE = ("of_a_cpu", "of_a_gpu", "of_two_machines", "hostile")
 
 
 class Page:
-    """A page: its soup and text, what its marks tell, and its cells by article, table, heads of the row and column."""
+    """A page: soup, text, titles of the marks, and cells by article, table, head of the row and head of the column."""
 
     def __init__(self, folder: Path) -> None:
         main(["--results", str(folder), "--output", str(folder / "index.html")])

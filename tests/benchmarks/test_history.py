@@ -123,7 +123,7 @@ def test_the_index_is_the_folder(tmp_path: Path) -> None:
 
 
 def edited(**changes: Any) -> str:
-    """A run file with other fields; those of its case are told as case={...}."""
+    """A run file with changed fields. case={...} changes fields of the first case."""
     content = json.loads(run().text())
     content["cases"][0] |= changes.pop("case", {})
     return json.dumps({key: value for key, value in (content | changes).items() if value is not None})

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is fetched, nothing fails, everybody can use it, and pictures are taken of it."""
+"""The page in a real browser: nothing is fetched, nothing fails, everybody can use the page. Takes its pictures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def opened(browser: Any, file: Path, *, scheme: str = "light", width: int = 1280) -> Iterator[Any]:
-    """The page as a visitor has it; it may ask for nothing, and complain of nothing."""
+    """The page in a visitor's browser. The page may request no file, and print no message to the console."""
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, accept_downloads=True)
     page, requests, complaints = context.new_page(), list[str](), list[str]()
     page.on("request", lambda request: requests.append(request.url))
@@ -54,7 +54,7 @@ def opened(browser: Any, file: Path, *, scheme: str = "light", width: int = 1280
 
 
 def labelled(png: bytes, run: str) -> bytes:
-    """The same picture, with the name of its run in a tEXt chunk after its header: https://www.w3.org/TR/png-3/#11tEXt."""
+    """The picture, with the name of a run in a tEXt chunk after the header: https://www.w3.org/TR/png-3/#11tEXt."""
     text = b"tEXtrun\0" + run.encode("latin-1")
     return png[:33] + (len(text) - 4).to_bytes(4) + text + zlib.crc32(text).to_bytes(4) + png[33:]
 

@@ -148,7 +148,7 @@ def test_rates_by_name_part_and_dtype() -> None:
 
 
 def test_products_between_measured_shapes() -> None:
-    """Where all shapes run at the same speed, so do the shapes between them; a measured shape has its own time."""
+    """Between measured shapes of equal speed, a shape has this speed. A measured shape has the measured time."""
     rows = tuple(
         Product(dtype="float32", M=M, N=N, K=64, seconds=2 * M * N * 64 / 5e9) for M in (16, 256) for N in (16, 256)
     )

@@ -42,7 +42,7 @@ def recompute(saved: Tensors, *, eps: float, head_dim: int | None = None) -> Ten
     assert x is not None and rrms is not None, "forward saves x and rrms"
     if not _uses_kernel(x, head_dim):
         return plain_recompute(x, weight, rrms, head_dim=head_dim)
-    # The kernel reads x anyway, so it recomputes rrms instead of loading it.
+    # The kernel reads x in any case, and recomputes rrms from x: cheaper than to load rrms.
     return _kernel_forward(x, None, weight, eps, head_dim)[0]
 
 

@@ -64,8 +64,8 @@ class Operation:
 def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
     """Layout of the operation's output, from the operands' layouts.
 
-    Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. Message
-    and `LayoutError.nearest` name the nearest layouts which the operation takes.
+    Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. The
+    message and `LayoutError.nearest` name the nearest layouts which the operation takes.
     """
     layouts = [_resolve_dims(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)

@@ -38,11 +38,10 @@ def pipeline_floor(
 ) -> float:
     """A lower bound of a pipeline's seconds, in any order of the actions.
 
-    forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. schedule: None: any schedule
-    but zero_bubble.
-    message: seconds of a
-    message between stages. first_backward: seconds of the first microbatch's backward, whose gradients are new; later
-    microbatches add to these. None: as `backward`.
+    forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. message: seconds of a
+    message between stages. schedule: None means any schedule but zero_bubble.
+    first_backward: seconds of the first microbatch's backward, whose gradients are new; later microbatches add to these
+    gradients. None: as `backward`.
     A rank begins after the first microbatch has passed all earlier stages, and computes all microbatches. After the
     rank's last backward, that microbatch passes the earlier stages on the way back. Under zero_bubble the way back is
     not counted, because gradients of weights may be computed meanwhile.
