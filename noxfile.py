@@ -22,8 +22,8 @@ PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
 LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
 TIME_LIMIT = "--timeout=900"  # seconds for a test: ends a hanging test, but no test slowed down by other programs
 # Each worker takes a file at a time, in the order of tests/conftest.py. pytest-xdist's own order would start with the
-# files of the most tests.
-WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
+# files of the most tests. One worker more than cores, because tests of failures wait.
+WORKERS = ("-n", str(min(4, 1 + (os.cpu_count() or 1))), "--dist", "loadgroup", "--no-loadscope-reorder")
 DATA_TOOLS = ("tokenizers", "pyarrow", "jinja2")  # the packages of the extra weft-models[data]
 MODEL_TOOLS = ("transformers", "accelerate", "peft", "trl", "tensorboard")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "beautifulsoup4", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)

@@ -1,7 +1,9 @@
 """The price of `exact`: the time of a step of llama-tiny with `exact`, over the time of the step without `exact`.
 
-On the named mesh itself, each process computes its own shards, and the order of sums alone differs. A process standing
-for a mesh of eight computes eight shards in each op, in turn, and is compared with the ordinary step of one process.
+On the named mesh itself, each process computes its own shards, and the order of sums alone differs. With tp, steps
+with `exact` divide the tokens over the tp axis, as `--plan.sequence` does. There the step with `sequence` is timed,
+too. A process standing for a mesh of eight computes eight shards in each op, in turn, and is compared with the ordinary
+step of one process.
 Steps with and without `exact` alternate, and the median counts. Times are the CPU time of all processes: load on the
 machine changes CPU time less than wall-clock time. Python calls of a step, the host's overhead, are counted, too.
 """
@@ -56,6 +58,8 @@ class Measured:
 def measure(named: dict[str, int], axes: dict[str, int], steps: int) -> dict[str, Measured]:
     """Runs steps without and with `exact` in turn. Runs on every rank."""
     ways: Ways = {"ordinary": _way(axes, None), "exact": _way(axes, named)}
+    if axes.get("tp", 1) > 1:
+        ways["sequence"] = _way(axes, None, sequence=True)
     losses: dict[str, list[float]] = {name: [] for name in ways}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(WARMUP + steps):
@@ -73,13 +77,13 @@ def measure(named: dict[str, int], axes: dict[str, int], steps: int) -> dict[str
     return found
 
 
-def _way(axes: dict[str, int], named: dict[str, int] | None) -> Callable[[], float]:
+def _way(axes: dict[str, int], named: dict[str, int] | None, *, sequence: bool = False) -> Callable[[], float]:
     model: Any = Llama(RECIPE.model)
     initialize(model, seed=0)
     if named is not None or ProcessMesh.grid(**axes).size > 1:
         # The ordinary mesh leaves out axes of size 1, as `weft train` does.
         mesh = ProcessMesh.grid(**{axis: size for axis, size in axes.items() if size > 1 or named is not None})
-        parallelize(model, mesh, replace(model.parallel_plan(), exact=named))
+        parallelize(model, mesh, replace(model.parallel_plan(), exact=named, sequence=sequence))
     optimizer = adamw(model)
     B, T = RECIPE.data.batch_size, RECIPE.data.sequence_length
     ids = torch.randint(0, RECIPE.model.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
@@ -125,20 +129,20 @@ def test_the_price_of_exact(named: dict[str, int], axes: dict[str, int], goal: f
         assert exact == pytest.approx(ordinary, rel=1e-3)  # rounding differences grow
         assert exact == ranks[0]["exact"].losses
     spent = {name: [sum(each) for each in zip(*(r[name].seconds for r in ranks), strict=True)] for name in ranks[0]}
-    pairs = zip(spent["exact"], spent["ordinary"], strict=True)
-    low, *_, high = statistics.quantiles((a / b for a, b in pairs), n=5)
     medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
-    ratio = medians["exact"] / medians["ordinary"]
     calls = {name: each.calls for name, each in ranks[0].items()}
     text = ", ".join(f"{axis}={count}" for axis, count in named.items())
     where = f"{size} process{'es' if size > 1 else ''}"
-    print(
-        f"\nexact {text} on {where}: {ratio:.2f} of the ordinary step's CPU time ({low:.2f} - {high:.2f}), goal "
-        f"{goal:.2f}; {medians['ordinary'] * 1e3:.1f} ms -> {medians['exact'] * 1e3:.1f} ms, "
-        f"calls {calls['ordinary']} -> {calls['exact']}, "
-        f"bytes {ranks[0]['ordinary'].received} -> {ranks[0]['exact'].received}"
-    )
+    for other in (name for name in spent if name != "exact"):
+        pairs = zip(spent["exact"], spent[other], strict=True)
+        low, *_, high = statistics.quantiles((a / b for a, b in pairs), n=5)
+        print(
+            f"\nexact {text} on {where}: {medians['exact'] / medians[other]:.2f} of the {other} step's CPU time "
+            f"({low:.2f} - {high:.2f}), goal {goal:.2f}; {medians[other] * 1e3:.1f} ms -> {medians['exact'] * 1e3:.1f} "
+            f"ms, calls {calls[other]} -> {calls['exact']}, "
+            f"bytes {ranks[0][other].received} -> {ranks[0]['exact'].received}"
+        )
     case = f"a step with exact {text} on {where}"
     for name, seconds in spent.items():
-        tell(case, "Weft" if name == "exact" else "Weft, ordinary", "host_time", **Timed(tuple(seconds)).figures)
+        tell(case, "Weft" if name == "exact" else f"Weft, {name}", "host_time", **Timed(tuple(seconds)).figures)
     tell(f"{case}, counted", "Weft", "count", calls_ratio=calls["exact"] / calls["ordinary"])

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("rich", reason="the steps are of `weft train`, which prints with rich")
-from weft.models.cli.prediction import predict
+from weft.models.cli.prediction import Predictor
 from weft.models.cli.train import _complete_run
 from weft.models.predict.chip import load_chip
+from weft.models.predict.forks import Forks
 from weft.models.train.run import Run
 
 from benchmarks import history, machine
@@ -106,7 +107,10 @@ def test_predicted_beside_measured(tell: Tell, tmp_path: Path) -> None:
     with Pool(None) as pool:
         timed, _ = tell.measuring(pool.run, time_steps, runs, ROUNDS, ranks=2, timeout=LONGEST)
     measured = {case: min(seconds) for case, seconds in timed.items()}  # disturbances only make a step longer
-    predicted = {case: predict(run.config, run.axes, chip).estimate.seconds for case, run in runs.items()}
+    with Forks(count=1) as here:
+        predicted = {
+            case: Predictor(run.config, run.axes, chip).predict(here).estimate.seconds for case, run in runs.items()
+        }
     row = {"figure": "seconds", "machine": machine.in_words()}
     keep_rows(
         history.RESULTS / "predicted_seconds_here.json",

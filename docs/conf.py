@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
@@ -59,9 +61,46 @@ def inline(text: str) -> str:
     return "".join(parts)
 
 
+def described_fields(described: type) -> Iterator[str]:
+    """Yields an item for each field of a dataclass with a text in the source: name, default and text.
+
+    The text is the comment `#:` above or behind the field, or the string below, and may stand in a base class.
+    """
+    for each in fields(described) if is_dataclass(described) else ():
+        found = [texts_of(base.__module__).get((base.__qualname__, each.name)) for base in described.__mro__]
+        if text := next(filter(None, found), None):
+            yield f"- **{each.name}**{default_of(each)}: {inline(' '.join(text))}"
+            yield ""
+
+
+@functools.cache
+def texts_of(module: str) -> dict[tuple[str, str], list[str]]:
+    """The lines of text for each attribute of a module's classes, by (class, attribute)."""
+    if not module.startswith("weft."):
+        return {}
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    return dict(analyzer.attr_docs)
+
+
+def default_of(each: Field[Any]) -> str:
+    """A field's default as in a signature. Empty for a field without a default, and for a function."""
+    value = each.default if each.default_factory is MISSING else each.default_factory()
+    return "" if value is MISSING or callable(value) else inline(f" = `{value!r}`").rstrip("\\ ")
+
+
 def setup(app: Any) -> None:
+    listed: set[str] = set()  # fields of the class whose members Sphinx reads next
+
     def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = markup("\n".join(lines))
+        if what == "class":
+            lines += described_fields(obj)
+            listed.clear()
+            listed.update(each.name for each in (fields(obj) if is_dataclass(obj) else ()))
+
+    def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+        return True if what == "class" and name in listed else None
 
     def show_all_options(app: Any, what: str, name: str, obj: Any, *shown: Any) -> None:
         """Drops a function's overloads: the reference shows the single signature with every option and default.
@@ -74,4 +113,5 @@ def setup(app: Any) -> None:
             analyzer.overloads.clear()
 
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-signature", show_all_options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -49,17 +50,19 @@ def imported_modules(source: str, module: str, modules: set[str], *, is_package:
     return found & modules - {module}
 
 
-def _import_statements(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, set[str]]]:
+@functools.cache  # several rules ask for the imports of the same file
+def _import_statements(source: str, module: str, *, is_package: bool) -> list[tuple[str, frozenset[str]]]:
     """For each import statement, also in functions and under TYPE_CHECKING: the origin, and the full names imported."""
     package = module.split(".") if is_package else module.split(".")[:-1]
+    found: list[tuple[str, frozenset[str]]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, {alias.name}
+            found += [(alias.name, frozenset({alias.name})) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            yield origin, {f"{origin}.{alias.name}" for alias in node.names}
+            found.append((origin, frozenset(f"{origin}.{alias.name}" for alias in node.names)))
+    return found
 
 
 def circle(imports: Mapping[str, set[str]]) -> list[str]:
@@ -103,6 +106,8 @@ def sharded_modules(imports: set[str]) -> set[str]:
 
 def redistributions(source: str) -> Iterator[int]:
     """The lines that call DTensor's redistribute: weft.reshard is the only mover of data."""
+    if "redistribute" not in source:  # spares most files the syntax tree
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "redistribute":
             yield node.lineno
@@ -110,7 +115,9 @@ def redistributions(source: str) -> Iterator[int]:
 
 def private_dtensor_uses(source: str, imports: set[str]) -> set[str]:
     """DTensor's private attributes and modules used by the source."""
-    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    attributes: set[str] = set()
+    if any(name in source for name in PRIVATE_DTENSOR_ATTRIBUTES):  # spares most files the syntax tree
+        attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     modules = {module for module in imports if re.match(r"torch\.distributed\.(_tensor\b|tensor\._)", module)}
     return attributes & PRIVATE_DTENSOR_ATTRIBUTES | modules
 

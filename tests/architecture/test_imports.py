@@ -47,7 +47,7 @@ def test_imports_run_one_way(package: str) -> None:
     [path for path in sources("kernels") if not knows_ranks(path) and path.name not in FACES],
     ids=module_name,
 )
-def test_what_knows_no_ranks_asks_nothing_that_does(path: Path) -> None:
+def test_a_module_that_knows_no_ranks_imports_none_that_does(path: Path) -> None:
     assert not sharded_modules(imports_of(path))
 
 
@@ -210,7 +210,7 @@ def test_circles_are_caught() -> None:
         pytest.param("kernels/sharded/norm/function.py", False, id="below-a-folder-in-it"),
     ],
 )
-def test_what_knows_ranks_is_told_by_its_path(path: str, expected: bool) -> None:
+def test_the_path_tells_whether_a_module_knows_ranks(path: str, expected: bool) -> None:
     assert knows_ranks(Path(path)) == expected
 
 

@@ -179,6 +179,12 @@ def test_the_page_is_linked() -> None:
 
 # The words of a reader's question, and the file with the answer: one row has all words.
 QUESTIONS = [
+    ("gloo all-to-all", "reshard/moving/collectives.py"),
+    ("checkpoint --resume", "models/cli/train.py"),
+    ("index file names", "models/checkpoint/manifest.py"),
+    ("blocks skipped documents", "kernels/attention/tiles.py"),
+    ("weft plan cuts", "models/predict/search.py"),
+    ("tokens rows gathered expert", "kernels/experts/function.py"),
     ("order of ZeRO's gathers", "reshard/training/full_parameters.py"),
     ("values tokens/s", "models/train/trainer.py"),
     ("counter of an element", "kernels/random/philox.py"),
@@ -189,7 +195,6 @@ QUESTIONS = [
     ("uneven shard", "mesh/layout.py"),
     ("collective Partial to Shard", "reshard/planning/search.py"),
     ("layout gradient decided", "mesh/infer/gradients.py"),
-    ("collective backend gloo", "reshard/moving/collectives.py"),
     ("--mesh.tp heads", "models/checks.py"),
     ("dtype load", "models/checkpoint/states.py"),
     ("CPU rope", "kernels/rope/function.py"),
@@ -199,7 +204,7 @@ QUESTIONS = [
     ("--mesh.ep divide experts", "models/train/run.py"),
     ("choice torch's attention", "kernels/attention/sharded/op.py"),
     ("gradient sinks", "kernels/attention/launch.py"),
-    ("bound weft plan", "models/predict/plan_prices.py"),
+    ("bounds given", "models/predict/plan_prices.py"),
     ("which rank has which stages", "models/schedules/pipeline_plan.py"),
     ("order gradients sent", "reshard/training/gradient_sync.py"),
     ("newest checkpoint", "models/train/folder.py"),

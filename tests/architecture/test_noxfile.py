@@ -141,7 +141,7 @@ def test_other_versions_are_asked_for_where_none_is_named(noxfile: ModuleType, t
 
 
 @pytest.mark.parametrize("session", COMMANDS)
-def test_what_a_user_runs_takes_the_place_of_nox(
+def test_a_users_command_takes_the_place_of_nox(
     noxfile: ModuleType, tmp_path: Path, replaced: list[Any], monkeypatch: pytest.MonkeyPatch, session: str
 ) -> None:
     monkeypatch.chdir(ROOT)

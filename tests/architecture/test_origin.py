@@ -63,10 +63,11 @@ ROWS = {
 
 @functools.cache
 def names() -> frozenset[str]:
-    """Names of all test functions and classes, and of parameter ids that name a source."""
+    """Names of test functions and classes, and of parameter ids that name a source; of all files that name a source."""
     found = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    for text in (text for text in texts if "paddle" in text.lower()):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Constant) and str(node.value).startswith("paddle"):
@@ -75,7 +76,7 @@ def names() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_was_left_for_later_has_tests_named_after_it(row: str) -> None:
+def test_every_row_has_tests_named_after_it(row: str) -> None:
     lacking = [start for start in ROWS[row] if not any(name.startswith(start) for name in names())]
     assert not lacking
 

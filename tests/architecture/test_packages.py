@@ -95,7 +95,7 @@ def test_no_page_and_no_message_installs_what_an_index_does_not_have() -> None:
     assert found == []
 
 
-def test_what_an_index_does_not_have_is_caught() -> None:
+def test_an_installation_from_an_index_is_caught() -> None:
     assert NOT_THERE.search("`pip install 'weft-models[data]'`") and NOT_THERE.search("pip install -U weft-mesh")
     assert not NOT_THERE.search("pip install ./packages/mesh ./packages/kernels, as weft-mesh is nowhere")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.rules import PACKAGES, ROOT
+from tests.architecture.rules import PACKAGES, ROOT, sources
+from tests.architecture.words import hidden_comments, records
 
 pytestmark = pytest.mark.every_value
 
@@ -53,6 +54,24 @@ def test_every_public_name_is_in_the_reference(package: str) -> None:
         names |= {f"{module}.infer.{name}" for name in public_names((source / "infer" / "__init__.py").read_text())}
     documented = documented_names((ROOT / "docs" / "api" / f"{package}.md").read_text())
     assert sorted(documented) == sorted({module} | names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_shows_the_comments_of_fields(package: str) -> None:
+    """Sphinx reads comments that begin with `#:`, and `setup` of docs/conf.py lists these with the fields' defaults."""
+    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
+    names = {name.rpartition(".")[2] for page in pages for name in documented_names(page)}
+    texts = [path.read_text() for path in sources(package)]
+    found = {name: hidden_comments(text, name) for text in texts for name in names & {*records(text)}}
+    assert {key: fields for key, fields in found.items() if fields} == {}
+
+
+def test_comments_hidden_from_the_reference_are_found() -> None:
+    source = (
+        "class A(NamedTuple):\n    b: int  # text\n    # text\n    c: int\n    d: int  #: text\n    #: text\n    e: int"
+    )
+    assert hidden_comments(source, "A") == ["b", "c"]
+    assert hidden_comments(source, "B") == []
 
 
 def test_public_and_documented_names_are_found() -> None:

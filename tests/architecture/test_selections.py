@@ -146,7 +146,7 @@ def test_every_kernel_is_sampled(sampled: list[Test]) -> None:
     assert launches == {name.partition("[")[2].removesuffix("]") for name in names}
 
 
-def test_what_a_launch_takes_from_its_kernels() -> None:
+def test_the_kernels_of_a_launch_are_found() -> None:
     kernel = "@triton.jit\ndef a(): b()\n@triton.jit\ndef b(): ...\n@triton.jit(x=1)\ndef c(): ...\ndef d(): ...\n"
     assert kernels_of("kernel.a[1](); fill(kernel.c); kernel.d()", kernel) == {"a", "c"}
 
@@ -165,6 +165,6 @@ def test_every_numbered_failure_is_sampled(every_test: list[Test], sampled: list
     assert numbers_of_anchors([{"name": "a.py::test_anchors_8_and_17_are_met[20]"}]) == {"8", "17"}
 
 
-def test_what_an_expression_selects() -> None:
+def test_an_expression_selects_by_marks() -> None:
     assert is_selected("exhaustive and not gpu", ["exhaustive", "timeout"])
     assert not is_selected("exhaustive and not gpu", ["exhaustive", "gpu"])

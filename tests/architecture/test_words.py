@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.rules import PACKAGES, ROOT, sources
-from tests.architecture.words import POINTING, comments_behind_breaks, pointing_words, prose, riddles, types
+from tests.architecture.words import (
+    POINTING,
+    comments_behind_breaks,
+    listed_fields,
+    pointing_words,
+    prose,
+    riddles,
+    types,
+)
 
 # Names without a meaning: no value and no function has such a name.
 PRONOUNS = {"they", "them", "those", "it"}
@@ -78,6 +86,29 @@ def test_types_are_found() -> None:
     assert types(source) == ["Alias", "Class"]
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fields_have_a_line_each(package: str) -> None:
+    """The text of a field stands at the field: no docstring lists two or more fields of its class."""
+    found = {path: listed_fields(path.read_text()) for path in sources(package)}
+    assert any(found.values()), "classes are found"
+    listed = {f"{path.name}: {name}": fields for path, by in found.items() for name, fields in by.items()}
+    assert {name: fields for name, fields in listed.items() if len(fields) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        pytest.param("A size.\n\n    size: in bytes.\n    unit, of: names.", ["size", "unit", "of"], id="lines"),
+        pytest.param("A size. size: in bytes; unit: a name.", ["size", "unit"], id="sentences"),
+        pytest.param("A size, as in `size: 3`.\n\n    Raises: an error.\n    other: no field.", [], id="none"),
+    ],
+)
+def test_fields_in_docstrings_are_found(docstring: str, expected: list[str]) -> None:
+    fields = "    size: int = 0\n    unit: str\n    of: str\n"
+    classes = f'@dataclass(frozen=True)\nclass A:\n    """{docstring}"""\n{fields}class B(NamedTuple):\n{fields}'
+    assert listed_fields(classes) == {"A": expected, "B": []}
+
+
 def test_comments_stand_above_a_line_that_the_formatter_breaks() -> None:
     paths = [path for folder in ("packages", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): comments_behind_breaks(path.read_text()) for path in paths}
@@ -86,7 +117,7 @@ def test_comments_stand_above_a_line_that_the_formatter_breaks() -> None:
 
 
 def test_comments_behind_breaks_are_found() -> None:
-    broken = "x = f(\n    1\n)  # a comment\nif (\n    x\n):  # a comment\n"
+    broken = "x = f(\n    1\n)  # a comment\nif (\n    x\n):  #: a comment\n"
     whole = "x = f(1)  # a comment\ny = f(\n    1,\n    2,\n)  # a comment\nz = [\n    1\n]  # fmt: skip\n"
     assert comments_behind_breaks(broken + whole) == [3, 6]
 

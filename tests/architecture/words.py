@@ -39,10 +39,44 @@ def types(source: str) -> list[str]:
     return [name for name in found if name[0].isupper() and not name.isupper()]
 
 
+def records(source: str) -> dict[str, list[ast.AnnAssign]]:
+    """The fields of each dataclass and NamedTuple that a module defines, by the name of the class."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in text or text.endswith("NamedTuple")
+            for text in map(ast.unparse, [*node.decorator_list, *node.bases])
+        ):
+            found[node.name] = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    return found
+
+
+def listed_fields(source: str) -> dict[str, list[str]]:
+    """The fields that a dataclass or NamedTuple lists in the docstring, as "size: …", by the name of the class."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    docstrings = {node.name: ast.get_docstring(node) or "" for node in classes}
+    found = {}
+    for name, fields in records(source).items():
+        items = re.findall(r"(?:^|[.;] ) *([a-z_]\w*(?:, [a-z_]\w*)*): ", docstrings[name], re.MULTILINE)
+        listed = {field for item in items for field in item.split(", ")}
+        found[name] = [field for field in (ast.unparse(each.target) for each in fields) if field in listed]
+    return found
+
+
+def hidden_comments(source: str, name: str) -> list[str]:
+    """The fields of class `name` whose comments do not begin with `#:`, which keeps the comments from the reference."""
+    lines, hidden = source.splitlines(), []
+    for field in records(source).get(name, []):
+        behind = lines[(field.end_lineno or field.lineno) - 1][field.end_col_offset :]
+        if re.match(r"\s*# (?!type:|noqa|fmt)", behind) or re.match(r"\s*# ", lines[field.lineno - 2]):
+            hidden.append(ast.unparse(field.target))
+    return hidden
+
+
 def comments_behind_breaks(source: str) -> list[int]:
     """The numbers of lines with a comment behind a bracket that closes a statement broken over three lines."""
     lines = source.splitlines()
-    closing = re.compile(r"\s*[)\]}]+[:,]?\s+# (?!type:|noqa|fmt)")
+    closing = re.compile(r"\s*[)\]}]+[:,]?\s+#:? (?!type:|noqa|fmt)")
     return [
         at + 1 for at in range(2, len(lines)) if closing.match(lines[at]) and lines[at - 2].endswith(("(", "[", "{"))
     ]

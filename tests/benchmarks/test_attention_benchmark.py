@@ -126,7 +126,7 @@ def tuned(table: Path, **options: Any) -> int:
     return tune_attention.measure(cases, torch.bfloat16, table, "cpu", Host(), "a test", **options)
 
 
-def test_what_was_tuned_is_in_the_table_and_is_not_measured_again(
+def test_tuned_calls_are_in_the_table_and_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "table.json"

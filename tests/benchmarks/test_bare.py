@@ -72,6 +72,6 @@ def test_a_bare_machine_collects_the_tests_that_need_a_gpu() -> None:
     assert "test_values.py" in done.stdout
 
 
-def test_what_a_bare_machine_lacks_cannot_be_imported() -> None:
+def test_packages_absent_on_a_bare_machine_cannot_be_imported() -> None:
     done = bare("tests/support/test_sample.py", "-q", "--collect-only")
     assert "No module named 'hypothesis'" in done.stdout + done.stderr

@@ -334,7 +334,7 @@ class TestMachines:
         assert found.notes[-1] == "times of the host are not compared with 1 of another machine, of 2 earlier runs"
 
     @pytest.mark.parametrize("machine", [{}, {"cpu": "AMD EPYC 9654"}, {"cores": 8}])
-    def test_what_was_not_recorded_is_no_machine(self, machine: dict[str, Any]) -> None:
+    def test_an_unrecorded_machine_is_compared_with_none(self, machine: dict[str, Any]) -> None:
         untold = [run(by_host(1e-3), minute=minute, machine=machine) for minute in range(2)]
         assert compared(untold[1], untold[0]).changes == ()
         assert compared(untold[1], untold[0]).notes[-1].endswith("the run's machine was not recorded")

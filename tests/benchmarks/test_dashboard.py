@@ -75,7 +75,7 @@ def test_every_number_of_a_table_is_that_of_the_json(pages: dict[str, tuple[Path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MADE[:3])
-def test_what_a_mark_tells_is_in_a_table(pages: dict[str, tuple[Path, Page]], name: str) -> None:
+def test_the_numbers_of_a_mark_are_in_a_table(pages: dict[str, tuple[Path, Page]], name: str) -> None:
     """But for ratios and differences over runs and steps, whose two numbers the tables have."""
     _, page = pages[name]
     number = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?:×|%| [TGMkmµn]?(?:s|B)\b)?")
@@ -177,7 +177,7 @@ def test_counted_figures_are_exact_and_the_compilers_stand_apart() -> None:
     assert [line.shown for line in of(of_run(1, 64), of_run(0, 64)).lines] == ["2.00×", "to 0"]
 
 
-def test_what_breaks_a_budget_stands_before_all_else() -> None:
+def test_an_exceeded_budget_stands_first() -> None:
     held = "linear_cross_entropy, 4096 tokens"
     old, new = (
         cpu(
@@ -231,7 +231,7 @@ def test_rows_are_ways_and_losses_are_told_from_one_process() -> None:
     assert [figure.note.split(",")[0] for figure in second] == ["Loss by step", "Difference to Weft"]
 
 
-def test_what_cannot_be_read_is_told_in_a_line_and_the_rest_is_shown(
+def test_an_unreadable_file_is_told_in_a_line_and_the_rest_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Page(results.broken(tmp_path))

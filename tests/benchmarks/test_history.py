@@ -42,7 +42,7 @@ def test_a_run_file_is_the_same_whatever_the_order_and_has_a_line_for_each_case(
     assert [json.loads(line.strip(" ,"))["name"] for line in lines if line.startswith("  ")] == ["a", "b"]
 
 
-def test_what_pytest_benchmark_wrote_is_mapped(tmp_path: Path) -> None:
+def test_a_file_of_pytest_benchmark_is_mapped(tmp_path: Path) -> None:
     file = pytest_file(
         tmp_path,
         timed(
@@ -208,7 +208,7 @@ def test_a_run_in_the_folder_of_another_device_is_told(tmp_path: Path) -> None:
         pytest.param([timed()], {"commit_info": None}, None, "'commit_info' is None", id="no-commit-info"),
     ],
 )
-def test_what_cannot_be_added_is_told_in_a_line(
+def test_a_run_that_cannot_be_added_is_told_in_a_line(
     tmp_path: Path, benchmarks: list[Any], rest: dict[str, Any], device: str | None, told: str
 ) -> None:
     file = pytest_file(tmp_path, *benchmarks, **rest)

@@ -63,7 +63,7 @@ def test_a_triton_that_keeps_them_elsewhere_is_told(functions: list[Any]) -> Non
     assert str(told).startswith("not read from this triton: AttributeError:")
 
 
-def test_what_a_call_raises_leaves_the_kernels_where_they_were(functions: list[Any]) -> None:
+def test_an_error_of_a_call_leaves_the_kernels_unchanged(functions: list[Any]) -> None:
     before = [function.device_caches for function in functions]
 
     def way() -> None:

@@ -40,7 +40,7 @@ def test_no_piece_takes_ten_minutes_and_names_are_unique() -> None:
     assert len({each.name for each in PIECES}) == len(PIECES)
 
 
-def test_what_is_tuned_is_tuned_before_it_is_timed_and_tested_before_that() -> None:
+def test_kernels_are_tested_then_tuned_then_timed() -> None:
     first = {
         kind: next(i for i, each in enumerate(PIECES) if each.name.startswith(kind)) for kind in ("tune", "benchmark")
     }
@@ -78,14 +78,14 @@ def test_a_piece_names_what_exists(piece: Piece) -> None:
         assert not word.startswith("benchmarks.") or (ROOT / f"{word.replace('.', '/')}.py").exists()
 
 
-def test_what_cannot_run_here_says_why() -> None:
+def test_a_piece_that_cannot_run_here_says_why() -> None:
     alone = Piece("a", (), 1, needs=("no_such_module",))
     assert alone.left_out(1) == "no_such_module not installed"
     assert Piece("a", (), 1, gpus=4).left_out(2) == "it takes 4 GPUs, and there are 2"
     assert Piece("a", (), 1, needs=("torch",)).left_out(1) is None
 
 
-def test_what_has_had_no_turn_comes_before_what_goes_on() -> None:
+def test_new_pieces_come_before_pieces_that_go_on() -> None:
     pieces = [
         Piece("done", (), 1), Piece("goes-on", (), 1, goes_on=True), Piece("over", (), 1),
         Piece("failed", (), 1), Piece("new", (), 1), Piece("two", (), 1, gpus=2),
@@ -131,7 +131,7 @@ def told_run(cases: list[str]) -> dict[str, Any]:
     }
 
 
-def test_what_the_pieces_measured_is_kept_as_one_run(tmp_path: Path) -> None:
+def test_the_measurements_of_all_pieces_are_kept_as_one_run(tmp_path: Path) -> None:
     assert merge(tmp_path) is None
     (tmp_path / "products.json").write_text(json.dumps(told_run(["a product"])))
     (tmp_path / "layers.json").write_text(json.dumps(told_run(["a layer"])))

@@ -91,7 +91,7 @@ def row(timer: str = "graph", median: float = 1e-3, **rest: Any) -> dict[str, An
     return Timed((median,) * 5, timer).figures | rest
 
 
-def test_what_was_found_is_a_table_and_is_told() -> None:
+def test_the_figures_are_printed_as_a_table_and_told() -> None:
     rows = {"a copy": row(), "Weft": row(roofline=0.5, peak_bytes=2e9, bytes=12), "Liger": row("events", bytes=12)}
     found = Found(case="a loss", rows=rows, absent=["CCE"], failed={"torch": "no driver"}, measures=[COPY])
     first, head, *lines = str(found).splitlines()
@@ -198,7 +198,7 @@ def test_a_package_that_cannot_be_imported_ends_no_run(monkeypatch: pytest.Monke
     assert {"Liger", "CCE", "CCE, unfiltered"} <= found.failed.keys() and "Weft" in found.rows
 
 
-def test_what_a_failed_way_held_is_free_before_the_gpu_is_given_its_memory_back(
+def test_tensors_of_a_failed_way_are_freed_before_the_cache_is_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = Failures()

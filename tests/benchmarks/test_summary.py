@@ -38,7 +38,7 @@ def test_a_line_has_wefts_figure_and_the_others_ratios_to_it() -> None:
     ]
 
 
-def test_what_is_no_wefts_and_what_failed_are_told() -> None:
+def test_other_ways_and_failed_cases_are_told() -> None:
     cases = [
         counted("curve", "Weft, dp=2", apart=1e-6, steps=3),
         unmeasured("loss", status="failed", error="out of memory"),
@@ -61,7 +61,7 @@ def test_a_time_that_was_taken_in_another_manner_is_marked() -> None:
     ]
 
 
-def test_what_the_device_can_do_has_units() -> None:
+def test_the_ceilings_of_a_device_have_units() -> None:
     ceilings = {"copy_bytes_per_second": 4.25e12, "bf16_flop_per_second": 7.8e14}
     assert summary.of_device("NVIDIA H200", ceilings) == (
         "NVIDIA H200, at the most: copy bytes per second 4.25 TB/s, bf16 flop per second 780 Tflop/s"

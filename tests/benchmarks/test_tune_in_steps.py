@@ -48,7 +48,7 @@ def measured(table: Path) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_what_is_in_the_table_is_not_measured_again(pool: Pool, tmp_path: Path) -> None:
+def test_calls_in_the_table_are_not_measured_again(pool: Pool, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     table.write_text("[]")
     first, again = ({*map(tuple, pool.run(measured, table, ranks=2))} for _ in range(2))

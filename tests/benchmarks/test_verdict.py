@@ -37,7 +37,7 @@ def cases(weft: float = 1.0, torch: float = 1.0, **rest: Any) -> list[Case]:
     ]
 
 
-def test_what_slows_all_alike_is_the_machine() -> None:
+def test_a_slowdown_of_all_alike_is_the_machines() -> None:
     slowed = [replace(each, figures={k: 1.5 * v for k, v in each.numbers.items()}) for each in cases()]
     assert changed(cases(), slowed) == []
     found = compare.changes(run(*slowed, minute=1), [run(*cases())])

@@ -20,7 +20,7 @@ REFUSED = re.findall(r"^\| `([^`]*--plan\.exact [^`]*)` \| `([^`]+)` \|", PAGE, 
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[options for options, _ in REFUSED])
-def test_what_the_guide_calls_refused_is_refused(
+def test_options_refused_by_the_guide_are_refused(
     options: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)

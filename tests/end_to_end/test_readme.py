@@ -76,7 +76,7 @@ def test_the_programs_shown_run(
         pytest.param("packages/reshard/README.md", 0, id="plan"),
     ],
 )
-def test_what_is_shown_is_what_is_printed(document: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shown_output_is_the_printed_output(document: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """number: of the program, whose output stands between it and the next."""
     text = (ROOT / document).read_text()
     program = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))[number]

@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout, results
 
 
-def test_what_is_said_comes_in_order(run: tuple[str, Path]) -> None:
+def test_the_lines_of_a_run_come_in_order(run: tuple[str, Path]) -> None:
     said, _ = run
     expected = [
         r"^llama-tiny: Llama, 0\.46 M parameters, 2 layers, .*; cpu, gloo, 4 processes, mesh dp=2 x tp=2$",

@@ -68,7 +68,7 @@ def refused(folder: Path) -> str:
     return said
 
 
-def test_what_was_not_changed_is_read(folder: Path) -> None:
+def test_an_unchanged_checkpoint_is_read(folder: Path) -> None:
     read_all(folder)
     assert read_run(folder) == {"step": 4}
 
@@ -195,7 +195,7 @@ def test_a_run_goes_on_past_damaged_checkpoints_to_its_end(missing: bool, tmp_pa
         assert (run / f"{path.parent.name}.damaged" / path.name).read_bytes() == content
 
 
-def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_renamed_before_stays(tmp_path: Path) -> None:
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-4.damaged"):
         (tmp_path / name).mkdir()
     assert rename_damaged_checkpoints(tmp_path, after=2) == [tmp_path / "checkpoint-4.damaged-1"]

@@ -127,7 +127,7 @@ def test_nothing_costs_more_than_kept(target):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
+def test_further_choices_of_the_rules_spill_nothing_and_cost_no_more_than_kept(target):
     with Pool() as fresh:
         reports = by_variant_and_target(fresh.run(compiled_extra_variants, target, ranks=1)[0])
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
@@ -258,7 +258,7 @@ def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
         ),
     ],
 )
-def test_what_is_read_once_moves_128_bits_at_a_time(variant, accesses):
+def test_operands_read_once_move_128_bits_at_a_time(variant, accesses):
     """16 elements of an operand a thread, 8 of a normal, and no library's table; a norm's row number is narrower."""
     assert reports_for(FIRST)[variant, FIRST]["accesses"] == accesses
 

@@ -44,7 +44,7 @@ def output(x: Tensor, first: Tensor, second: Tensor, bias: Tensor, norm: Tensor)
 
 
 @pytest.mark.parametrize("inputs_too", [True, False], ids=["inputs", "weights-alone"])
-def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
+def test_a_delayed_gradient_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
     x = torch.arange(6.0).reshape(2, 3).requires_grad_(inputs_too)
     given = torch.arange(10.0).reshape(2, 5)
     together = parameters()

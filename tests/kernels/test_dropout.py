@@ -172,7 +172,7 @@ def test_the_share_that_is_kept(p: float) -> None:
     assert abs(float(y.double().mean()) - 1) < 5 * sigma / (1 - p)
 
 
-def test_what_is_dropped_is_zero_whatever_it_was(device: str) -> None:
+def test_a_dropped_infinity_or_nan_is_zero(device: str) -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device).repeat(50)
     y = kernels.dropout(x, 0.5, KEY).cpu()
     keep = kept((150,), 0.5)

@@ -61,7 +61,7 @@ def test_a_product_keeps_what_makes_its_input() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_what_was_changed_in_place_is_kept_as_it_is() -> None:
+def test_an_activation_changed_in_place_is_kept() -> None:
     gate, up, weight = leaves((3, 8), (3, 8), (5, 8))
     hidden = kernels.swiglu(gate, up)
     with torch.no_grad():

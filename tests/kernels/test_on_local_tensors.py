@@ -211,7 +211,7 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused_and_the_reshard_named(pool) -> None:
+def test_a_layout_that_does_not_fit_is_refused_and_the_reshard_named(pool) -> None:
     for messages in pool.run(refused):
         assert re.search(
             r"gate: 'x' has layout \(dp: S\(0\), tp: R\).*reshard\(x, placements='dp: S\(0\), tp: S\(2\)'\)",

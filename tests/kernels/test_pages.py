@@ -89,5 +89,5 @@ def test_the_options_that_a_page_names_are_taken(page: Path) -> None:
         ("```python\ndropout(x, window=3)\n```\n`dropout` with `p`.", []),
     ],
 )
-def test_what_no_op_of_a_sentence_takes_is_found(text: str, found: list[str]) -> None:
+def test_an_argument_that_no_op_of_a_sentence_takes_is_found(text: str, found: list[str]) -> None:
     assert misnamed(text) == found

@@ -116,7 +116,7 @@ ATTENTION = [name for name in CASES if name.startswith("attention")]
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_what_attentions_kernels_read_is_made_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_of_attentions_kernels_are_made_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keys each query sees, and which weights dropout drops, as they are made for a GPU."""
     compute = importlib.import_module("weft.kernels.attention.compute")
     monkeypatch.setattr(compute, "is_fused", lambda query, plain_scores: False)

@@ -343,7 +343,7 @@ def in_two_worlds(store):
     return losses
 
 
-def test_what_an_op_knows_of_its_rank_is_of_this_world(pool, tmp_path):
+def test_an_ops_groups_are_of_this_world(pool, tmp_path):
     expected = F.cross_entropy(normal(3, 8), ints(8, 3))
     for losses in pool.run(in_two_worlds, str(tmp_path / "store"), ranks=2):
         for loss in losses:

@@ -202,8 +202,8 @@ def test_packed_on_a_mesh_they_lie_as_they_did(pool: Pool) -> None:
     pool.run(badly_packed, ranks=4)
 
 
-def test_what_cannot_be_packed_is_named() -> None:
-    with pytest.raises(ValueError, match=r"a multiple of 2, .* got \(2, 3\), \(2, 4\)"):
+def test_tensors_that_cannot_be_packed_are_named() -> None:
+    with pytest.raises(ValueError, match=r"a multiple of 2 above 0, .* got \(2, 3\), \(2, 4\)"):
         pack(normal(2, 3), normal(2, 4), parts=2)
     with pytest.raises(ValueError, match=r"the widths \(1, 2\) sum to 3, the last dim of \(2, 2, 4\) is 4"):
         unpack(normal(2, 2, 4), (1, 2))

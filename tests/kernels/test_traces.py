@@ -99,7 +99,7 @@ def test_make_fx_of_values_and_symbolic_trace_raise():
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_what_the_refusal_names_is_right(change):
+def test_the_name_in_the_refusal_is_right(change):
     class Losses(torch.nn.Module):
         def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
             return losses(x, target)

@@ -201,7 +201,7 @@ def test_bad_placement_text_says_what_is_wrong(text):
 class TestPlainArguments:
     """numpy's and torch's integers are accepted; other types are refused, though a cache may find 7.0 equal to 7."""
 
-    def test_what_equals_an_int_is_not_kept_in_its_place(self):
+    def test_a_value_that_equals_an_int_is_refused(self):
         mesh = ProcessMesh.grid(dp=3, tp=5)
         layout = Layout(mesh, "tp: S(0)")
         for bad in (7.0, "7", None, [7], True):

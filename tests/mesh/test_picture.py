@@ -224,7 +224,7 @@ class TestOnATerminal:
         assert "\x1b[36m 0 2 \x1b[0m" in text
         assert "\x1b[33m 1 3 \x1b[0m" in text
 
-    def test_what_stands_between_pictures_or_for_cells_that_are_left_out_has_no_colour(self):
+    def test_arrows_and_left_out_cells_have_no_colour(self):
         text = coloured("+---+      +-----+-----+\n| 0 |  ->  | ... | 0   |\n+---+      +-----+-----+")
         coloured_parts = [(text.plain[span.start : span.end], span.style) for span in text.spans]
         assert coloured_parts == [(" 0 ", "cyan"), (" 0   ", "cyan")]

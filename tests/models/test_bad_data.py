@@ -84,7 +84,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("good.txt --workers 0", "--workers is 0; it must be 1 or more", id="no-workers"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_prepared_is_one_line_and_leaves_nothing_that_is_taken_as_whole(
+def test_data_that_cannot_be_prepared_is_one_line_and_leaves_no_folder_taken_as_whole(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = weft(capsys, "data", "prepare", *arguments.split(), "--output", "out")
@@ -94,7 +94,7 @@ def test_what_cannot_be_prepared_is_one_line_and_leaves_nothing_that_is_taken_as
     assert not Path("out/manifest.json").exists()
 
 
-def test_what_is_wrong_in_a_process_of_several_is_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_process_of_several_is_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "data",
         "prepare",
@@ -123,7 +123,7 @@ def test_bad_lines_are_left_out_where_that_is_asked_for(name: str, capsys: pytes
     assert "left out 0 empty documents, 1 bad line, 0 files" in out
 
 
-def test_what_is_left_out_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_left_out_files_are_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     for name, content in {
         "a.txt": b"text",

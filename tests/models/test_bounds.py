@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from weft import kernels
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
-from weft.models import GPT, GPTConfig, Llama, LlamaConfig, clip_gradients, forward_backward, initialize, parallelize
+from weft.models import (
+    GPT,
+    DynamicRopeScaling,
+    ExpertPlan,
+    GPTConfig,
+    LinearRopeScaling,
+    Llama,
+    Llama3RopeScaling,
+    LlamaConfig,
+    MixtralConfig,
+    ParallelPlan,
+    PipelinePlan,
+    QwenConfig,
+    QwenMoeConfig,
+    YarnRopeScaling,
+    clip_gradients,
+    forward_backward,
+    initialize,
+    parallelize,
+)
+from weft.models.config import ExpertOptions
 from weft.models.train.config import (
     OPTIMIZERS,
     DataConfig,
@@ -118,9 +141,13 @@ def test_every_accepted_edge_trains(name: str) -> None:
             TrainConfig, {"model": LLAMA, "timeout": math.inf}, "train.timeout is inf; it must", id="timeout-inf"
         ),
         pytest.param(TrainConfig, {"model": LLAMA, "steps": 0}, "train.steps is 0; it must be 1 or more", id="steps"),
+        pytest.param(
+            PlanConfig, {"microbatches": -1}, "plan.microbatches is -1; it must be 1 or more", id="microbatches"
+        ),
+        pytest.param(PlanConfig, {"microbatches": 0}, "plan.microbatches is 0; it must be 1", id="no-microbatch"),
     ],
 )  # fmt: skip
-def test_what_would_stop_the_training_is_refused(kind: type, options: dict[str, Any], said: str) -> None:
+def test_an_option_that_would_stop_the_training_is_refused(kind: type, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as refused:
         kind(**options)
     assert said in str(refused.value)
@@ -154,3 +181,84 @@ def test_values_of_another_kind_are_refused(config: Any, where: str, kind: type,
         for value in WRONG[kind]:
             with pytest.raises(ValueError, match=rf"^{where}\.{name} is .*; it must be "):
                 config(**{name: value})
+
+
+GATED: dict[str, Any] = {**SMALL, "intermediate_size": 24}
+YARN: dict[str, Any] = {"factor": 2.0, "original_max_seq_len": 16}
+RIGHT: dict[type, dict[str, Any]] = {
+    LlamaConfig: GATED,
+    GPTConfig: SMALL,
+    QwenConfig: {**GATED, "sliding_window": 4, "sliding_layers": (0,)},
+    MixtralConfig: GATED,
+    QwenMoeConfig: {
+        **GATED, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 8, "expert_groups": (2, 1)
+    },
+    ExpertOptions: {"intermediate_size": 8, "num_experts": 4, "experts_per_token": 2},
+    LinearRopeScaling: {"factor": 2.0},
+    DynamicRopeScaling: {"factor": 2.0},
+    Llama3RopeScaling: {**YARN, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    YarnRopeScaling: YARN,
+    ParallelPlan: {},
+    ExpertPlan: {},
+    PipelinePlan: {},
+}  # fmt: skip
+FURTHER = {str: (1, True, 1.0), NoneType: (), tuple: (5, True, (True,), (1.5, 2), (NAN,), {1})}
+
+
+def wrong_values(hint: Any) -> list[Any] | None:
+    """Values that are of no kind of the annotation; None for a kind that is not checked."""
+    kinds = [*(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,))]
+    if Literal in map(get_origin, kinds):
+        return ["no", True, 1.5, NAN, ["no"], *([] if NoneType in kinds else [None])]
+    known = [get_origin(kind) or kind for kind in kinds]
+    if not all(kind in WRONG or kind in FURTHER for kind in known):
+        return None
+    values = [each for kind in known for each in (WRONG | FURTHER)[kind]]
+    return values if NoneType in known else [*values, None]
+
+
+@pytest.mark.parametrize("config", RIGHT, ids=lambda config: config.__name__)
+def test_values_of_another_kind_are_refused_by_models_and_plans(config: Any) -> None:
+    config(**RIGHT[config])
+    asked = 0
+    for name, hint in get_type_hints(config).items():
+        for value in wrong_values(hint) or ():
+            asked += 1
+            with pytest.raises(
+                ValueError,
+                match=rf"^{config.__name__}: .*\b(router_)?{name.removeprefix('router_')} is .*; (it must|give)",
+            ):
+                config(**{**RIGHT[config], name: value})
+    assert asked
+
+
+def test_lists_are_taken_as_tuples_and_numbers_of_every_kind_as_numbers() -> None:
+    assert QwenConfig(**GATED, sliding_window=4, sliding_layers=[1]).block(1).window == 4  # type: ignore[arg-type]
+    assert LlamaConfig(**GATED, dropout=0, rope_theta=10**4).rope_theta == 10**4
+
+
+def test_a_config_with_an_annotation_for_type_checkers_alone_is_checked_where_it_can_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(LlamaConfig):
+        further: Unknown = None  # type: ignore[name-defined]  # noqa: F821
+
+    assert Own(**GATED).further is None
+    with pytest.raises(ValueError, match="Own: tie_embeddings is 'no'; it must be True or False"):
+        Own(**GATED, tie_embeddings="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"max_seq_len": 2**24 + 1}, id="context"),
+        pytest.param({"max_seq_len": 2**20, "rope_scaling": LinearRopeScaling(factor=17.0)}, id="linear"),
+        pytest.param({"rope_scaling": YarnRopeScaling(factor=2.0**15, original_max_seq_len=2**10)}, id="yarn"),
+    ],
+)
+def test_a_context_whose_positions_float32_does_not_hold_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"LlamaConfig: the longest context is .* may be 16,777,216 at most"):
+        LlamaConfig(**GATED, **wrong)
+    assert LlamaConfig(**GATED, max_seq_len=2**24).rotary.longest == 2**24
+    last, one = torch.tensor([2**24 - 2, 2**24 - 1, 2**24, 2**24 + 1]), torch.ones(1)
+    narrow, wide = (kernels.rope_tables(last, each)[0].unique().numel() for each in (one, one.double()))
+    assert (narrow, wide) == (3, 4)  # float32 has the last two positions as one

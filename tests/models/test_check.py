@@ -245,7 +245,7 @@ def test_sizes_that_this_machine_chose_are_those_of_the_file(
     assert weft("check", "golden.json")[0] == 0
 
 
-def test_what_a_user_allows_is_kept_when_the_file_is_saved_again(weft: Weft, folder: Path) -> None:
+def test_a_users_allowances_are_kept_when_the_file_is_saved_again(weft: Weft, folder: Path) -> None:
     weft("explain", *SMALL, "--save", "golden.json")
     path = Path("golden.json")
     path.write_text(path.read_text().replace('"memory_percent": 1.0', '"memory_percent": 60'))

@@ -20,7 +20,7 @@ from weft.models.cli import train as train_command
 from weft.models.cli.command import COMMANDS
 from weft.models.predict.chip import load_chip
 from weft.models.terminal import printable
-from weft.models.train import explanation
+from weft.models.train.explained_step import ExplainedStep
 from weft.models.train.recipes import RECIPES
 from weft.reshard import plan
 
@@ -122,7 +122,7 @@ class TestHelp:
             weft("data", "prepare", "books", "--output", "web")
         monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
         monkeypatch.setattr(plan_report, "plan_and_print", lambda *_, **options: None)  # see test_plan_command.py
-        monkeypatch.setattr(explanation, "explain", lambda *arguments: None)  # see test_explain.py
+        monkeypatch.setattr(ExplainedStep, "print", lambda *arguments: None)  # see test_explain.py
         monkeypatch.setattr(measure_command, "measure", lambda measuring: load_chip("h100"))  # see test_measure.py
         _, out, _ = weft(*command.split(), "--help")
         shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")

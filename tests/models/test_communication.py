@@ -126,7 +126,7 @@ def hidden() -> list[tuple[Counter[str], Counter[str]]]:
     return results
 
 
-def test_what_others_issue_is_recorded_as_well(pool) -> None:
+def test_collectives_issued_outside_of_weft_are_recorded(pool) -> None:
     for results in pool.run(hidden, ranks=4):
         counts = []
         for recorded, issued in results:
@@ -252,7 +252,7 @@ class Reads(nn.Module):
         pytest.param({"batch": (torch.ones(2), 3)}, r"give the global shape of tokens and targets", id="neither"),
     ],
 )
-def test_what_cannot_be_recorded(options: dict[str, Any], message: str) -> None:
+def test_a_step_that_cannot_be_recorded_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         record(on_meta(), ProcessMesh.grid(dp=2), **{"batch": BATCH, **options})
 

@@ -63,7 +63,7 @@ def test_names_that_begin_as_options_do_come_back(data: DataConfig, read: DataCo
     assert parsed([], file) == ("llama-tiny", replace(OTHER, data=read))
 
 
-def test_what_is_given_overrides_the_file(tmp_path: Path) -> None:
+def test_given_options_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", OTHER))
     _, config = parsed(["--steps", "9", "--plan.no-sequence", "--optimizer.lr", "0.5"], file)

@@ -116,7 +116,7 @@ def test_documents_without_ends_are_kept_apart() -> None:
             assert (positions[place] == 0) == begins
 
 
-def test_what_the_options_say_is_another_preparation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_options_are_another_preparation(capsys: pytest.CaptureFixture[str]) -> None:
     Path("tokenizer").mkdir()
     saved("llama-2", Path("tokenizer"))
     assert prepared("--tokenizer", "tokenizer") == 0

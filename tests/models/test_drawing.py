@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from weft.models import Llama, from_pretrained, save_pretrained
@@ -54,13 +55,37 @@ def test_no_token_is_drawn_that_is_not_kept(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("top_p", [0.0, -0.1, 1.5, float("nan")])
 def test_a_top_p_out_of_range_is_named(top_p: float) -> None:
-    with pytest.raises(ValueError, match=r"top_p is .*; it must be above 0, and at most 1"):
+    with pytest.raises(ValueError, match=r"top_p is .*; it must be a number above 0, and at most 1"):
         generate(make(SMALL), some_tokens(SMALL, 1, 2), max_new_tokens=1, top_p=top_p)
+
+
+NAN = float("nan")
+WRONG: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": ("2", None, True, 2.0, NAN, [2], torch.tensor(2)),
+    "temperature": ("1", None, True, NAN, [1.0], 1j),
+    "top_k": ("2", True, 2.0, NAN, [2]),
+    "top_p": ("0.5", True, NAN, [0.5], 1j),
+    "use_cache": ("no", None, 1, 0.5, []),
+    "ends": (None, 2, 2.0, "2", ["2"], [2.0], [True], [NAN], [None]),
+    "prompts": (None, "ab", 5, [[0, 1]], [0, 1], [None]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_of_another_kind_is_refused(name: str) -> None:
+    model: Any = make(SMALL)
+    right: dict[str, Any] = {"prompts": some_tokens(SMALL, 1, 2), "max_new_tokens": 2, "temperature": 1.0}
+    assert generate(model, **right, top_k=np.int64(3), ends=(np.int64(1),)).shape[0] == 1
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=rf"{name}.*; (it must be|give) "):
+            generate(model, **{**right, name: value})
 
 
 @pytest.mark.parametrize("count", [-1, 2**24 + 1, 2**70])
 def test_more_tokens_than_memory_has_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"max_new_tokens is {count}; it must be 0 or more, and at most 16,777,216"):
+    with pytest.raises(
+        ValueError, match=f"max_new_tokens is {count}; it must be a whole number, 0 or more, and at most 16,777,216"
+    ):
         stream(make(SMALL), some_tokens(SMALL, 1, 2), max_new_tokens=count)
 
 
@@ -191,10 +216,13 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["--prompt", "a\udcffb"], "--prompt is not UTF-8: byte 0xff at character 1; convert it"),
-            (["--tokens", str(2**70)], f"--tokens is {2**70}; it must be 0 or more, and at most 16,777,216"),
-            (["--top-k", "0"], "--top-k is 0; it must be 1 or more"),
-            (["--top-p", "1.1"], "--top-p is 1.1; it must be above 0, and at most 1"),
-            (["--top-p", "nan"], "--top-p is nan; it must be above 0, and at most 1"),
+            (
+                ["--tokens", str(2**70)],
+                f"--tokens is {2**70}; it must be a whole number, 0 or more, and at most 16,777,216",
+            ),
+            (["--top-k", "0"], "--top-k is 0; it must be a whole number, 1 or more"),
+            (["--top-p", "1.1"], "--top-p is 1.1; it must be a number above 0, and at most 1"),
+            (["--top-p", "nan"], "--top-p is nan; it must be a number above 0, and at most 1"),
         ],
         ids=str,
     )

@@ -85,7 +85,7 @@ def test_each_rank_holds_its_experts_alone(capsys: pytest.CaptureFixture[str]) -
         pytest.param((*TINY, "--mesh.ep", "0"), "mesh.ep is 0; it must be 1 or more", id="zero"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_do_not_fit_are_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(capsys, *arguments)

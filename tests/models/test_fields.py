@@ -46,7 +46,7 @@ def read(kind, **changes):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message):
+def test_a_field_that_is_not_understood_is_an_error_that_names_the_field(kind, change, message):
     with pytest.raises(ValueError, match=message):
         read(kind, **change)
 
@@ -88,7 +88,7 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
         ("gpt2", {"rope_theta": 1e4}, "'rope_theta', which is 10000.0, is not a known field of a GPT-2"),
     ],
 )
-def test_what_a_family_does_not_have_is_an_error(kind, change, message):
+def test_a_field_that_a_family_does_not_have_is_an_error(kind, change, message):
     with pytest.raises(ValueError, match=message):
         read(kind, **change)
 

@@ -178,7 +178,7 @@ def test_all_that_contradicts_is_named_at_once(asked: Asked) -> None:
         pytest.param(LLAMA, ("--data.sequence-length", "80"), "max_seq_len", 80, id="longer-sequences"),
     ],
 )
-def test_what_agrees_and_what_says_nothing_of_the_weights_is_taken(
+def test_options_that_agree_with_the_folder_or_leave_the_weights_alone_are_taken(
     config: ModelConfig, options: tuple[str, ...], field: str, value: object, asked: Asked
 ) -> None:
     save(config, Path("hf"))

@@ -163,7 +163,7 @@ def test_a_name_of_a_tokenizers_file_stays_in_the_folder(name: str, capsys: pyte
 )
 @pytest.mark.parametrize("what", ["pipe", "folder", "link to nothing", "nothing", "/dev/zero"])
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_no_plain_file_is_not_waited_for(
+def test_a_pipe_or_device_is_not_waited_for(
     name: str, what: str, door: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path("out", name)
@@ -227,7 +227,7 @@ def test_a_token_outside_of_the_vocabulary(place: int, token: int, capsys: pytes
     assert stream.read(start, stop).tolist() == tokens[there].tolist()
 
 
-def test_what_was_prepared_is_as_it_was() -> None:
+def test_unchanged_data_is_read() -> None:
     tokens = find_data(Path("out")).open().read(0, COUNT).tolist()
     texts = [Path(f"books/{name}.txt").read_bytes() for name in "ab"]
     assert tokens == [*texts[0], 256, *texts[1], 256]

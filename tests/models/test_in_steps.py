@@ -90,7 +90,7 @@ def both(dp: int, tp: int) -> tuple[Issued, Issued]:
     ("dp", "tp"),
     [(1, 2), pytest.param(1, 4, marks=pytest.mark.exhaustive), pytest.param(2, 2, marks=pytest.mark.exhaustive)],
 )
-def test_what_was_measured_faster_in_steps_travels_so(pool: Pool, dp: int, tp: int) -> None:
+def test_a_product_measured_faster_in_steps_communicates_in_steps(pool: Pool, dp: int, tp: int) -> None:
     reductions, gathers = 2 * CONFIG.num_layers, 1
     for pair, in_steps in pool.run(both, dp, tp, ranks=dp * tp):
         for before, after in zip(pair, in_steps, strict=True):

@@ -58,7 +58,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> Iterat
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_what_was_interrupted_goes_on_to_the_same_bytes(
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
     after: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended in the middle of a shard, by any number of workers."""
@@ -80,7 +80,7 @@ def test_what_was_interrupted_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ["progress", "documents-", "part-", "tokenizer.json", "tokenizer_config", "manifest"])
-def test_what_was_ended_at_any_file_goes_on_to_the_same_files(
+def test_a_preparation_ended_at_any_file_goes_on_to_the_same_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file is written under a temporary name; a leftover neither blocks the next preparation nor stays."""
@@ -94,7 +94,7 @@ def test_what_was_ended_at_any_file_goes_on_to_the_same_files(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_what_others_write_aside_is_theirs(tmp_path: Path) -> None:
+def test_a_strangers_partial_file_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/.letter.partial-1").touch()
     with pytest.raises(ValueError, match="exists and holds something else"):

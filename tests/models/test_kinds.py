@@ -161,7 +161,7 @@ def test_a_field_that_is_missing_is_an_error_that_lists_those_there_are(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_what_failed_leaves_nothing_that_is_in_the_way(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_preparation_does_not_block_the_next(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a part was complete, and where the failed preparation had been interrupted."""
     write("a.txt", "good " * 300_000)
     write("b.jsonl", lines("body"))
@@ -317,7 +317,7 @@ class TestFolders:
         prepare([Path("snapshot/train.jsonl")], Path("other"), tokenizer=byte_tokenizer())
         assert documents("out") == documents("other") == TEXTS
 
-    def test_what_is_no_file_is_named_and_counted(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_entries_that_are_no_files_are_named_and_counted(self, capsys: pytest.CaptureFixture[str]) -> None:
         write("in/a.txt", "text")
         write("elsewhere/b.txt", "other")
         os.mkfifo("in/pipe")

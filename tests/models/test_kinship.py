@@ -182,7 +182,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_is_not_the_familys_network_has_no_folder_for_transformers(name, tmp_path):
+def test_a_network_outside_the_family_has_no_folder_for_transformers(name, tmp_path):
     build, message = STRANGERS[name]
     model = build()
     with pytest.raises(ValueError, match=f"has no Hugging Face form: {message}.*save_checkpoint"):
@@ -230,7 +230,7 @@ RELATIVES = {
 
 
 @pytest.mark.parametrize("name", RELATIVES)
-def test_what_computes_as_the_family_does_is_of_it(name, tmp_path):
+def test_a_network_that_computes_as_the_family_is_of_the_family(name, tmp_path):
     model = RELATIVES[name]()
     save_pretrained(model, tmp_path / "folder")
     tokens = some_tokens(SMALL)

@@ -9,16 +9,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from weft.models.cli import main
+from weft.models.cli.arguments import is_printing_rank
 from weft.models.data.text import Corpus
 from weft.models.train import agreement, launch, loop
 from weft.models.train.agreement import meet
 from weft.models.train.config import PlanConfig
-from weft.models.train.launch import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
+from weft.models.train.launch import (
+    OF_A_LAUNCHER,
+    adopt_launcher,
+    first_host,
+    has_launcher,
+    launched_processes,
+    world_of,
+)
 from weft.models.train.recipes import recipe
 from weft.models.train.run import Run
 
@@ -47,6 +56,34 @@ def test_srun() -> None:
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "16007",
     }
+
+
+@patch.dict(os.environ, {"RANK": "8", "MASTER_ADDR": "node9"}, clear=True)
+def test_a_variable_of_the_shell_is_no_rank() -> None:
+    """As RANK of a script that trains adapters of this rank."""
+    assert launched_processes() is None and is_printing_rank()
+    os.environ.update(SRUN)
+    adopt_launcher()
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["5", "8", "1"]
+    assert [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")] == ["node9", "16007"]
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        pytest.param(SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many', which", id="srun-size"),
+        pytest.param(SRUN | {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not set", id="srun-hosts"),
+        pytest.param(SRUN | {"SLURM_PROCID": None}, "SLURM_PROCID is not set", id="srun-rank"),
+        pytest.param(SRUN | {"SLURM_JOB_ID": None}, "SLURM_JOB_ID is not set", id="srun-no-job"),
+        pytest.param(SRUN | {"SLURM_JOB_ID": "job"}, "SLURM_JOB_ID is 'job', which is not a number", id="srun-job"),
+        pytest.param(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE is '', which", id="mpi-size"),
+        pytest.param(MPICH | {"PMI_RANK": None}, "PMI_RANK is not set", id="mpi-rank"),
+        pytest.param(MPICH | {"MPI_LOCALRANKID": "x"}, "MPI_LOCALRANKID is 'x', which", id="mpi-local-rank"),
+    ],
+)
+def test_a_launcher_that_says_half_is_an_error_with_the_variable(said: dict[str, str | None], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        world_of({name: value for name, value in said.items() if value is not None})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +115,7 @@ def test_mpirun_on_several_machines_must_name_the_first() -> None:
     "said",
     [
         pytest.param({}, id="nothing"),
-        pytest.param({**SRUN, "RANK": "0"}, id="torchrun-under-srun"),
+        pytest.param({**SRUN, "RANK": "0", "WORLD_SIZE": "2"}, id="torchrun-under-srun"),
         pytest.param({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, id="a-shell-of-srun"),
         pytest.param({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, id="a-batch-script"),
         pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, id="mpirun-of-one"),
@@ -266,6 +303,10 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
         pytest.param(
             {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"
         ),
+        pytest.param({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first', which is not a number", id="local-rank"),
+        pytest.param({"LOCAL_RANK": "-1"}, "LOCAL_RANK is -1; it must be 0 or more", id="local-rank-below-0"),
+        pytest.param({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two', which is not", id="local-size"),
+        pytest.param({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0; it must be 1 or more", id="local-size-0"),
     ],
 )  # fmt: skip
 def test_a_world_that_cannot_meet_is_one_line(

@@ -40,7 +40,7 @@ def test_a_run_that_has_written_none_yet_has_none(tmp_path: Path) -> None:
     assert read_logged(write(tmp_path, range(4, 6)), 3) == []  # the run went on in a new folder
 
 
-def test_what_comes_after_the_step_is_not_looked_at(tmp_path: Path) -> None:
+def test_lines_after_the_step_are_not_read(tmp_path: Path) -> None:
     assert len(read_logged(write(tmp_path, range(1, 5), end="\0\0\0\0\n\0\n"), 4)) == 4
 
 
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
     whole = path.read_bytes()
     first, second, _ = whole.splitlines(keepends=True)
     read = refused = 0
-    for bit in portion.of(range(8 * len(first), 8 * len(first + second)), every=8):
+    for bit in portion.of(range(8 * len(first), 8 * len(first + second)), every=24):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(content)
@@ -88,7 +88,7 @@ def test_with_its_sum_each_flipped_bit_is_told(portion: Portion, tmp_path: Path)
     """Flips bits of the first two of three lines; bytes after them are not checked."""
     path = write(tmp_path, range(1, 4))
     saved, whole = of_first(path, 2), path.read_bytes()
-    for bit in portion.of(range(8 * saved["bytes"]), every=8):
+    for bit in portion.of(range(8 * saved["bytes"]), every=24):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(content)

@@ -43,7 +43,7 @@ def exported(folder: Path, config: LlamaConfig, axes: dict[str, int], plan: dict
         pytest.param({"num_kv_heads": 1}, {"tp": 4}, {"sequence": True}, id="copies", marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_is_exported_has_the_adapters_folded_in_and_the_model_stays_as_it_is(
+def test_an_export_has_the_adapters_folded_in_and_the_model_stays(
     change: dict[str, Any], axes: dict[str, int], plan: dict[str, Any], tmp_path: Path, pool
 ) -> None:
     """The files have the same bits as those of a model whose adapters were folded before."""
@@ -60,7 +60,7 @@ def test_what_is_exported_has_the_adapters_folded_in_and_the_model_stays_as_it_i
         assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "merged" / name).read_bytes(), name
 
 
-def test_what_is_exported_computes_what_the_model_does(tmp_path: Path) -> None:
+def test_an_exported_model_computes_the_same(tmp_path: Path) -> None:
     model = stirred(lora(make(), RANK, ALPHA, TARGETS))
     save_pretrained(model, tmp_path / "model")
     tokens, _ = batch()

@@ -101,7 +101,7 @@ def ended_beside_a_write(folder: Path) -> str:
         return end_of(folder, broken, log_every=1)
 
 
-def test_what_is_being_written_is_waited_for_and_named(folder: Path, pool: Pool) -> None:
+def test_a_checkpoint_being_written_is_waited_for_and_named(folder: Path, pool: Pool) -> None:
     for said in pool.run(ended_beside_a_write, folder, ranks=2):
         assert f"; last checkpoint: {folder}/run/checkpoint-2. " in said
     assert newest_complete(folder / "run") == (folder / "run/checkpoint-2", [])

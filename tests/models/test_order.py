@@ -15,7 +15,7 @@ import torch
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models.data.batches import Batches, Rows, SourceTurns, permute
 from weft.models.data.prepare import prepare
-from weft.models.data.sources import Data, find_data
+from weft.models.data.sources import Data, find_data, parse_mixture
 from weft.models.data.split import split
 from weft.models.data.streams import ShardStream, TextStream
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer
@@ -223,6 +223,10 @@ def test_a_packed_row_says_where_documents_begin(prepared: Path) -> None:
         pytest.param(["books"], "'books' in data.mixture is not FOLDER=WEIGHT with a weight above 0", id="no-weight"),
         pytest.param(["books=0"], "'books=0' in data.mixture is not", id="zero"),
         pytest.param(["books=much"], "'books=much' in data.mixture is not", id="no-number"),
+        pytest.param(["books=1e999999999"], "'books=1e999999999' in data.mixture is not", id="many-digits"),
+        pytest.param(["books=1/0"], "'books=1/0' in data.mixture is not", id="by-zero"),
+        pytest.param(["books=-1"], "'books=-1' in data.mixture is not", id="below-zero"),
+        pytest.param(["books=1", "code=2", "books/=1"], "books/ is given twice in data.mixture", id="twice"),
         pytest.param(["nowhere=1"], "nowhere does not exist", id="missing"),
     ],
 )
@@ -234,3 +238,8 @@ def test_a_mixture_that_is_none_is_refused(mixture: list[str], message: str) -> 
 def test_a_mixture_and_a_path_are_not_both_given(books: Path) -> None:
     with pytest.raises(ValueError, match="both given; give one of the two"):
         find_data(books, [f"{books}=1"])
+
+
+@pytest.mark.parametrize("weight", ["1", "0.7", "2/3", "1e-2", "5E+1", ".5"])
+def test_weights_are_numbers_as_people_write_them(weight: str) -> None:
+    assert parse_mixture(None, [f"books={weight}"]) == [(Path("books"), Fraction(weight))]

@@ -290,7 +290,7 @@ def test_help_shows_the_options_of_its_config(folder: Path, capsys: pytest.Captu
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_model_is_refused(
+def test_an_argument_that_is_no_model_is_refused(
     command: str, arguments: tuple[str, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -313,7 +313,7 @@ def test_what_is_no_model_is_refused(
         ),
     ],
 )  # fmt: skip
-def test_what_its_forward_would_not_be_told_is_refused(
+def test_options_that_a_users_forward_does_not_take_are_refused(
     arguments: tuple[str, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):

@@ -85,7 +85,7 @@ def test_labels_shifted_by_the_caller_and_another_label_to_ignore() -> None:
     torch.testing.assert_close(model(ids, **given).loss, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_what_changed_is_printed_and_undone_by_one_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_printed_and_undone_by_one_call(capsys: pytest.CaptureFixture[str]) -> None:
     model = loaded("qwen3")
     before = set(model.state_dict())
     changed = patch(model)

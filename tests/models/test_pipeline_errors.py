@@ -154,5 +154,5 @@ def on_stages() -> str:
     return "raised"
 
 
-def test_what_needs_the_whole_model_says_so(pool: Any) -> None:
+def test_functions_of_the_whole_model_refuse_stages(pool: Any) -> None:
     assert pool.run(on_stages, ranks=2) == ["raised", "raised"]

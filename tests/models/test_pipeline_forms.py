@@ -54,7 +54,7 @@ def test_the_form_of_a_message_is_read_as_written(message: Any) -> None:
         pytest.param({1, 2}, "set", id="set"),
     ],
 )
-def test_what_json_has_not_is_refused(message: Any, kind: str) -> None:
+def test_a_message_without_a_form_in_json_is_refused(message: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=f"a {kind} cannot be sent to the next stage; use tensors, numbers, text"):
         encode_form(form_of(message))
 

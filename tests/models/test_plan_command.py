@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weft.models.cli import main
+from weft.models.cli import main, plan_report
 from weft.models.cli.plan import read_bytes
 from weft.models.cli.plan_report import certificate_lines
 from weft.models.cli.settings import read_configuration, with_complete_plan
@@ -75,6 +75,17 @@ def test_a_table_and_a_certificate_are_printed(capsys: pytest.CaptureFixture[str
     assert "weft train llama-tiny --mesh.dp 4 --mesh.tp 1 --plan.microbatches 2" in out
     assert "slower than 1: " in out
     assert "proved by this model: every plan not priced takes longer than plan" in out
+
+
+@pytest.mark.exhaustive
+def test_one_process_and_two_find_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for count in (1, 2):
+        monkeypatch.setattr(plan_report, "count_cores", lambda count=count: count)
+        found.append(json.loads(planned(capsys, *SMALL, "--mesh.pp", "1", "--json")))
+        del found[-1]["certificate"]["seconds"]
+    assert found[0] == found[1]
+    assert found[0]["certificate"]["priced"] > 1
 
 
 def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:

@@ -79,7 +79,7 @@ def test_a_tokenizer_is_learned_from_the_field_that_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_read_is_told_until_it_is_all(workers: int, tmp_path: Path) -> None:
+def test_progress_is_told_until_everything_is_read(workers: int, tmp_path: Path) -> None:
     given = write_jsonl(tmp_path / "in", TEXTS)
     told: list[tuple[int, int]] = []
     prepare(
@@ -190,7 +190,7 @@ class TestTokenizers:
         assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out/tokenizer").eos_token == "chapter"
 
     @pytest.mark.exhaustive  # it imports transformers
-    def test_what_transformers_saved_is_the_same_tokenizer(self, learned: Path, tmp_path: Path) -> None:
+    def test_a_tokenizer_saved_by_transformers_is_the_same_tokenizer(self, learned: Path, tmp_path: Path) -> None:
         """With a chat template, and with bytes that transformers wrote anew."""
         import transformers
 

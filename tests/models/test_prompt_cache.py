@@ -93,7 +93,7 @@ def test_a_call_that_was_interrupted_between_two_layers_leaves_no_wrong_key():
     assert torch.equal(drawn(model, other, 4, cache=cache), generate(model, other, max_new_tokens=4))
 
 
-def test_what_a_cache_cannot_keep_is_refused():
+def test_calls_that_a_cache_cannot_keep_are_refused():
     model, two = make(SMALL), some_tokens(SMALL, 2, 5)
     with pytest.raises(ValueError, match="stream has 2 prompts and a PromptCache; give one prompt"):
         next(stream(model, two, max_new_tokens=1, cache=PromptCache()))

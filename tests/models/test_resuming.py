@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_its_own_recipe_and_options(
     assert asked(capsys, *what) == (RECIPE, config)
 
 
-def test_what_is_given_overrides_what_the_run_had(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_options_override_the_runs_options(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.toml").write_text("steps = 20\nkeep = 7\n")
     given = ["--config", "more.toml", "--output=run", "--resume", "--steps", "30", "--optimizer.lr", "0.5"]
     wanted = replace(config, steps=30, keep=7, optimizer=replace(config.optimizer, lr=0.5))
@@ -176,7 +176,7 @@ def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytes
     ],
     ids=["seed", "model", "batch", "more-text", "other-text", "recipe"],
 )
-def test_what_makes_it_another_run_is_refused(
+def test_options_that_make_another_run_are_refused(
     given: list[str], said: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("longer.txt").write_text(f"{TEXT}more")
@@ -295,7 +295,7 @@ def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("damaged", ["part-00000.safetensors", "manifest.json"])
-def test_what_is_damaged_is_passed_by_and_said(
+def test_a_damaged_checkpoint_is_passed_by_and_named(
     damaged: str, config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree("run/checkpoint-4", "run/checkpoint-6")

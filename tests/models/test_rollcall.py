@@ -93,5 +93,5 @@ def test_every_roll_call_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Connection closed by peer [127.0.0.1]:1234", False),
     ],
 )
-def test_what_gloo_says_of_a_rank_that_does_not_answer(said: str, silent: bool) -> None:
+def test_gloos_error_tells_a_silent_rank(said: str, silent: bool) -> None:
     assert is_silence(RuntimeError(said)) == silent

@@ -104,7 +104,7 @@ def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused_with_what_would_fit(
+def test_a_run_without_enough_memory_is_refused_with_a_plan_that_fits(
     name: str, axes: dict[str, int], gpus: int, a_parameter: int | None, fitting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """a_parameter: bytes for each parameter, on a GPU or on the machine."""
@@ -160,6 +160,8 @@ def test_a_machine_that_does_not_say_its_memory_refuses_nothing(monkeypatch: pyt
 def test_of_a_launcher_the_processes_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("llama-tiny", {"dp": 8})
     monkeypatch.setenv("RANK", "0")
+    assert memory_need(run, on_gpus=False).processes == 8, "a shell's own variable"
+    monkeypatch.setenv("WORLD_SIZE", "8")
     assert memory_need(run, on_gpus=False).processes == 1, "more are not known of"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory_need(run, on_gpus=False).processes == 4

@@ -348,7 +348,7 @@ def unused() -> None:
         model.zero_grad()
 
 
-def test_what_waits_for_another_gradient_is_refused_until_then(pool: Any) -> None:
+def test_gradients_behind_a_missing_gradient_are_refused_until_wait(pool: Any) -> None:
     pool.run(unused, ranks=2)
 
 

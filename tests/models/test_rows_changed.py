@@ -72,5 +72,5 @@ def changed_later() -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_is_changed_after_a_call_is_seen_by_the_next(pool: Any) -> None:
+def test_a_change_after_a_call_is_seen_by_the_next_call(pool: Any) -> None:
     pool.run(changed_later, ranks=2)

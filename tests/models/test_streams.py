@@ -89,7 +89,7 @@ def test_tokens_above_65535_are_read_as_they_are(tmp_path: Path) -> None:
     assert stream.document_ends(0, len(whole)).tolist() == [4, 6, 10]
 
 
-def test_what_the_next_step_needs_is_read_while_a_step_is_computed() -> None:
+def test_the_next_batch_is_read_while_a_step_is_computed() -> None:
     read: list[tuple[int, int]] = []
     ahead = threading.Event()
 

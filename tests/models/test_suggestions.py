@@ -83,7 +83,7 @@ def test_who_has_given_a_text_is_not_told_to() -> None:
     assert "FILE_OR_FOLDER" not in "".join(suggested(OTHER))
 
 
-def test_what_torchrun_has_started_is_started_by_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_started_by_torchrun_is_suggested_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert len(suggested()) == 1, "of another launcher the arguments are not known"
@@ -180,7 +180,7 @@ def test_a_mesh_without_room_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -
     assert not any("another mesh" in line for line in suggested(dp=1, tp=2))
 
 
-def test_what_no_option_gives_is_not_suggested() -> None:
+def test_a_config_that_no_option_gives_is_not_suggested() -> None:
     config = replace(TINY, model=replace(TINY.model, rope_scaling=LinearRopeScaling(factor=2.0)))
     (line,) = suggested(config)
     assert line.startswith("weft generate ")

@@ -30,7 +30,7 @@ def test_a_corpus_is_its_documents_in_order_each_with_its_end(corpus: Corpus) ->
     assert [part.targets[0].tolist() for part in parts] == [text[1:8], text[8:15]]
 
 
-def test_what_is_no_text_in_a_folder_is_left_out(tmp_path: Path) -> None:
+def test_files_without_text_in_a_folder_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "chapter.txt").write_text("Call me Ishmael.")
     (tmp_path / "cover.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     found = find_corpus(tmp_path)
@@ -98,7 +98,7 @@ def test_an_epoch_visits_every_sample_once_and_the_next_in_another_order(corpus:
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_is_held_out_is_never_trained_on(samples: int, held_out: list[int], seed: int, tmp_path: Path) -> None:
+def test_held_out_samples_are_never_trained_on(samples: int, held_out: list[int], seed: int, tmp_path: Path) -> None:
     """In a text whose samples are their own numbers."""
     text = "".join(f"{i:06}" for i in range(samples))
     (tmp_path / "numbers.txt").write_text(text)

@@ -153,7 +153,7 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
         pytest.param("abcd", ["skipped 4 files, not UTF-8 text: a.png, b.png, c.png, ..."], id="many"),
     ],
 )
-def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
+def test_left_out_files_are_said(pictures: str, said: list[str]) -> None:
     corpus = Corpus("a text", (), 10, skipped=tuple(Path(f"{name}.png") for name in pictures))
     run = Run(recipe="llama-tiny", config=recipe("llama-tiny"), corpus=corpus, dp=1, tp=1, folder=Path("out"))
     assert opening_lines(run, gpus=0).splitlines()[1:] == said

@@ -178,7 +178,7 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
     assert expected.select(phase="gradients")
 
 
-def test_what_was_kept_for_tensors_without_data_is_not_given_to_others() -> None:
+def test_caches_for_tensors_without_data_are_not_used_for_real_tensors() -> None:
     """Tables of angles, and guesses of a loss's gradient: on a mesh without data, and then with data."""
     mesh, tokens = ProcessMesh.grid(tp=2), torch.zeros(2, 8, dtype=torch.long)
     config = replace(ONE_LAYER, rope_theta=12345.0)  # whose tables no other test keeps

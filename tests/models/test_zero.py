@@ -348,7 +348,7 @@ def test_the_order_check_sees_the_gathers(pool: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "axes", "message"),
     [
-        pytest.param({"zero": 4}, {"dp": 2}, "zero is 4; it must be 0, 1, 2 or 3", id="above-3"),
+        pytest.param({"zero": 4}, {"dp": 2}, "zero is 4; it must be one of 0, 1, 2, 3", id="above-3"),
         pytest.param({"zero": -1}, {"dp": 2}, "zero is -1; it must be", id="below-0"),
         pytest.param({"zero": 1}, {"tp": 2}, "shards over the axes of data.*has tp", id="no-data-axis"),
         pytest.param({"zero": 1, "zero_over": ("cp",)}, {"dp": 2}, "over 'cp', which is not there", id="not-there"),

@@ -112,7 +112,7 @@ def changed_under_way(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_what_changes_while_it_is_gathered_is_gathered_again(zero: int, pool: Any) -> None:
+def test_a_shard_changed_during_the_gather_is_gathered_again(zero: int, pool: Any) -> None:
     pool.run(changed_under_way, zero, ranks=2)
 
 

@@ -273,7 +273,7 @@ def counted(zero: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_what_is_known_not_to_change_is_gathered_once(zero: int, pool: Any) -> None:
+def test_parameters_known_not_to_change_are_gathered_once(zero: int, pool: Any) -> None:
     for found in pool.run(counted, zero, ranks=2):
         units = found.pop("one pass")
         assert units == CONFIG.num_layers + 3  # the blocks, the embedding, the last norm, the head

@@ -107,7 +107,7 @@ def test_wrong_kinds_are_refused(name: str, argument: str) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.eye(2), [1.0], None, "x"], ids=["plain", "list", "none", "str"])
-def test_what_is_no_dtensor_has_no_layout(x: Any) -> None:
+def test_a_plain_tensor_has_no_layout(x: Any) -> None:
     with pytest.raises(ValueError, match=r"layout_of takes a DTensor, got a .*; make a DTensor with distribute"):
         layout_of(x)
     with pytest.raises(ValueError, match="to_global takes a DTensor, got a "):

@@ -110,7 +110,7 @@ def test_parameters_without_gradients_stay() -> None:
     assert not optimizer.state
 
 
-def test_what_is_not_a_matrix_is_refused() -> None:
+def test_a_parameter_that_is_no_matrix_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"shape \(3,\) and torch.float32, .*; put the parameter in a group with adamw"
     ):

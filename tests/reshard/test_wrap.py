@@ -65,7 +65,7 @@ def changed_in_place(name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_what_is_done_to_one_is_not_done_to_others_of_its_kind(pool: Pool, name: str) -> None:
+def test_a_dtensor_changed_in_place_leaves_equal_dtensors_unchanged(pool: Pool, name: str) -> None:
     for before, after, new, local in pool.run(changed_in_place, name, ranks=2):
         assert before == after == new
         assert local == [[1, 1]]

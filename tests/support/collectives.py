@@ -39,14 +39,14 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor unwraps the op first, and this mode sees the collectives of the inner ops
-        namespace, name = func.name().split("::")
-        name = name.partition(".")[0]
+        namespace, name = func.namespace, func.__name__.partition(".")[0]
+        if namespace not in ("c10d", "_c10d_functional"):
+            return func(*args, **(kwargs or {}))
         counted_kind = kind_of_op(namespace, name)  # None for a c10d op in the second half of a counted collective
-        if namespace in ("c10d", "_c10d_functional"):
-            kind = KINDS.get(name, name)
-            if counted_kind is not None or namespace != "c10d":
-                self.kinds.append(str(counted_kind) if kind == "all-to-all" else kind)
-            self.names.append(name)
+        kind = KINDS.get(name, name)
+        if counted_kind is not None or namespace != "c10d":
+            self.kinds.append(str(counted_kind) if kind == "all-to-all" else kind)
+        self.names.append(name)
         result = func(*args, **(kwargs or {}))
         group = group_of_call(args)
         if isinstance(group, dist.ProcessGroup) and namespace == "c10d" and counted_kind is not None:

@@ -39,7 +39,8 @@ MAX_THREADS = 40
 GRACE_SECONDS = 3.0  # for the other ranks to answer after one has failed
 # Includes the imports of the first torch.compile, which would take a second and a half in every worker.
 PRELOADED = [
-    *("torch", "torch._inductor.compile_fx", "weft.models", "pytest", "tests.support.propagation", __name__),
+    *("torch", "torch._inductor.compile_fx", "weft.models", "pytest", __name__),
+    *("tests.support.propagation", "tests.support.draws"),
     *("weft.models.cli.train", "weft.models.cli.command", "weft.models.train.loop", "tests.support.preloaded"),
 ]
 WORKER_ENVIRONMENT = {
@@ -245,9 +246,11 @@ def _serve(connection: Connection, stacks: str, answers: Path | None) -> None:
     """The main loop of a worker: takes calls and answers them, until the pool closes the connection."""
     import torch
 
+    from tests.support.draws import keep_draws
     from tests.support.propagation import keep_answers
 
     keep_answers(answers)
+    keep_draws()
     gc.freeze()  # torch's objects stay alive, and take the garbage collector long
     # A folder of this pool's own, because torch would reuse code compiled from other sources.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(stacks).with_name("inductor"))

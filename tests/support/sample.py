@@ -2,7 +2,7 @@
 
 1. A test with several parameters runs with each value of each parameter, a device included. Other combinations of
    values are left out.
-   A test has at most 4 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 4 are in
+   A test has at most 3 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 3 are in
    the sample. A test in which every value tests a different rule, as an op or a source file does, is marked
    `@pytest.mark.every_value`, and has no limit.
 2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
@@ -39,7 +39,7 @@ Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of t
 
 # Marks of tests outside every sample.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-AT_MOST = 4  # cases taken of a test without the mark `every_value`
+AT_MOST = 3  # cases taken of a test without the mark `every_value`
 A_FEW = 1  # cases taken of a test of models on several processes, without the mark `few`
 
 

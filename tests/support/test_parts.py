@@ -33,7 +33,7 @@ def test_a_commit_chooses_by_its_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["4/3", "0/3", "3", "a/3", "1/0", "commit/0"])
-def test_what_is_no_part(text: str, tmp_path: Path) -> None:
+def test_a_wrong_part_is_refused(text: str, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     commit(tmp_path, 1_700_000_000)
     with pytest.raises(ValueError, match=r"--part is .*; give "):

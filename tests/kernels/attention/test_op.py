@@ -251,7 +251,7 @@ def test_a_step_finds_all_that_the_step_before_made(pool: Pool) -> None:
             assert_names_a_remedy(message)
 
 
-def test_what_does_not_go_with_a_cache_is_named() -> None:
+def test_arguments_that_do_not_fit_a_cache_are_named() -> None:
     query, key, value = operands(3, 3, B)
     cache = KeyValueCache(5)
     run = partial(attention, head_dim=D, cache=cache)

@@ -58,7 +58,7 @@ def test_the_passes_mark_a_target_that_is_no_class_with_nan(device):
         pytest.param({"vocab_start": 1, "vocab_size": 5}, "classes 1 to 6 of a vocabulary of 5", id="past-the-end"),
     ],
 )
-def test_what_cannot_be_taken_is_said_before_anything_runs(change, message):
+def test_wrong_arguments_are_refused_before_anything_runs(change, message):
     arguments = {"logits": torch.zeros(4, 5), "target": torch.zeros(4).long(), "options": Options()} | change
     gathers: list[Tensor] = []
     with pytest.raises(ValueError, match=message):

@@ -213,7 +213,7 @@ def test_a_denominator_that_is_no_number_makes_the_gradient_none(device):
         assert not found[1:].isfinite().any()
 
 
-def test_what_arrives_in_float64_is_not_taken_for_a_guess_in_float32():
+def test_an_upstream_gradient_in_float64_is_not_taken_for_a_guess_in_float32():
     logits, target, _ = make(3, 37, "cpu", torch.float64)
     upstream = torch.tensor(0.1, dtype=torch.float64)
     expected = without_a_guess(logits, target, upstream)

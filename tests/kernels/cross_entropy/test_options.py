@@ -319,7 +319,7 @@ def test_class_dim_1_is_torchs_form(device, shape):
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_target_is_named(logits, target, more, message):
+def test_a_wrong_target_is_named(logits, target, more, message):
     with pytest.raises(ValueError, match=message):
         cross_entropy(torch.randn(logits), target, **more)
     if not more:

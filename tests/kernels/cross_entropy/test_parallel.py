@@ -9,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.kernels import cross_entropy, vocab_parallel_cross_entropy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from weft.kernels import cross_entropy, linear_cross_entropy, vocab_parallel_cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard, to_global
+from weft.reshard.world.groups import device_mesh
 
 from tests.kernels.cross_entropy.cases import make, max_error, torch_loss_and_gradient, ulps
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
 
+Loss = Callable[..., Tensor]
 RANKS = 4
 OPTIONS: list[Any] = [
     pytest.param({}, id="plain"),
@@ -311,6 +314,37 @@ def test_a_denominator_that_is_not_whole_is_refused(pool: Pool):
 
 def test_in_place_by_the_layout(pool: Pool):
     pool.run(in_place_by_layout, ranks=4)
+
+
+def refused_by_layout(loss: Loss, parts: tuple[int, int], dtype: torch.dtype, message: str) -> None:
+    """parts: tokens of the target on the ranks of each half of "dp". The logits have 3 tokens on each rank."""
+    mesh = device_mesh(GRID, "cpu")
+    rows, columns, whole = torch.zeros(3, 5), torch.zeros(4, 5), torch.zeros(sum(parts))
+    target = torch.zeros(parts[mesh.get_local_rank("dp")], dtype=dtype)
+    t = DTensor.from_local(target, mesh, (Shard(0), Replicate()), run_check=False, shape=whole.shape, stride=(1,))
+    operands = {
+        cross_entropy: lambda: [DTensor.from_local(rows[:, :4], mesh, (Shard(0), Shard(1)))],
+        linear_cross_entropy: lambda: [
+            DTensor.from_local(rows, mesh, (Shard(0), Replicate())),
+            DTensor.from_local(columns, mesh, (Replicate(), Shard(0))),
+        ],
+    }
+    with pytest.raises(ValueError, match=message):
+        loss(*operands[loss](), t)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, linear_cross_entropy])
+@pytest.mark.parametrize(
+    ("parts", "dtype", "message"),
+    [
+        pytest.param((3, 2), torch.int64, r"\(5,\) for logits of shape \(6, 8\)", id="global-tokens"),
+        pytest.param((4, 2), torch.int64, r"\([42],\) for logits of shape \(3, 4\)", id="local-tokens"),
+        pytest.param((3, 3), torch.float32, "target has dtype torch.float32", id="dtype"),
+    ],
+)
+def test_by_the_layout_every_rank_refuses_a_target_that_does_not_fit(pool: Pool, loss, parts, dtype, message):
+    """The global shapes may differ where this rank's shapes fit; this rank's may differ where the global shapes fit."""
+    pool.run(refused_by_layout, loss, parts, dtype, message, ranks=4)
 
 
 def a_sharded_weight() -> None:

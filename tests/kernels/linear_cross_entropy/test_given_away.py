@@ -48,7 +48,7 @@ def test_given_away_it_is_the_same_gradient_and_a_second_backward_an_error(devic
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_tokens, kept):
+def test_the_last_backward_gives_away_the_gradient_made_in_forward(device, chunk_tokens, kept):
     """A graph that is not retained allows no second backward, so no copy of the weight's size is made."""
     case = make((9,), 31, device, torch.bfloat16, bias=True)
     loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=chunk_tokens)

@@ -249,7 +249,7 @@ def test_autocast_is_a_compute_dtype(reduction):
         pytest.param({"denominator": 3.0, "reduction": "sum"}, "only 'mean' divides", id="denominator"),
     ],
 )
-def test_what_cannot_be_taken_is_said(change, message):
+def test_wrong_arguments_are_refused(change, message):
     call = {"input": torch.zeros(4, 3), "linear_weight": torch.zeros(5, 3), "target": torch.zeros(4).long()} | change
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(call.pop("input"), call.pop("linear_weight"), call.pop("target"), **call)

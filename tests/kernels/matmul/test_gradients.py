@@ -116,7 +116,7 @@ def kept(run: Any, *tensors: Tensor) -> int:
     [(None, 0), ("relu", 0), ("gelu", 1), ("silu", 1), ("relu2", 1)],
     ids=["none", "relu", "gelu", "silu", "relu2"],
 )
-def test_what_is_kept_is_what_the_activation_is_applied_to(activation: str | None, outputs: int, device: str) -> None:
+def test_the_input_of_the_activation_is_kept(activation: str | None, outputs: int, device: str) -> None:
     x, weight = (normal(*shape, dtype=torch.float32).to(device).requires_grad_() for shape in ((6, 8), (10, 8)))
     assert kept(lambda *t: linear(*t, activation=activation), x, weight) == outputs * 60
 

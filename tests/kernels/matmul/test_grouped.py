@@ -67,7 +67,9 @@ def test_values_and_gradients(sizes: list[int], rows: int, K: int, M: int, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu"], ids=str)
-def test_what_follows_the_product_of_each_group(activation: str | None, dtype: torch.dtype, device: str) -> None:
+def test_bias_and_activation_follow_the_product_of_each_group(
+    activation: str | None, dtype: torch.dtype, device: str
+) -> None:
     sizes = [5, 0, 20, 1]
     tensors = [
         normal(*shape, dtype=dtype, seed=i).to(device) for i, shape in enumerate(((28, 24), (4, 24, 40), (4, 40)))
@@ -87,7 +89,7 @@ def test_what_follows_the_product_of_each_group(activation: str | None, dtype: t
         assert_as_good_as_eager(found, other, truth)
 
 
-def test_what_follows_has_the_gradients_of_its_values() -> None:
+def test_bias_and_activation_have_the_gradients_of_their_values() -> None:
     tensors = [normal(*shape).requires_grad_() for shape in ((9, 4), (3, 4, 5), (3, 5))]
     run = lambda a, b, bias: grouped_matmul(a, b, ends([2, 0, 6]), bias=bias, activation="silu")  # noqa: E731
     assert torch.autograd.gradcheck(run, tensors)
@@ -207,7 +209,9 @@ def test_a_grouped_product_is_one_node_of_a_compiled_graph() -> None:
     [
         pytest.param((9, 4), (3, 5, 6), [2, 2, 9], r"got \(9, 4\), \(3, 5, 6\) and \(3,\)", id="inner-sizes"),
         pytest.param((9, 4), (3, 4, 6), [2, 9], r"and offsets \[G\], got", id="groups"),
-        pytest.param((9, 4), (2, 4, 6), [5, 3], r"end at \[5, 3\], of 9 rows; give offsets that rise", id="falling"),
+        pytest.param(
+            (9, 4), (2, 4, 6), [5, 3], r"end at \[5, 3\], of 9 rows; give offsets that never decrease", id="falling"
+        ),
         pytest.param((9, 4), (2, 4, 6), [5, 12], r"end at \[5, 12\], of 9 rows", id="behind-the-rows"),
     ],
 )

@@ -172,7 +172,7 @@ EIGHTS = A.to(EIGHT), B.to(EIGHT)
         pytest.param(*EIGHTS, {"b_scale": torch.ones(4).double()}, "b_scale is torch.float64", id="scale-dtype"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_named(a: Tensor, b: Tensor, more: dict[str, Any], told: str) -> None:
+def test_operands_that_do_not_fit_each_other_are_named(a: Tensor, b: Tensor, more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         grouped_matmul(a, b, ends(SIZES), **more)
 

@@ -230,5 +230,5 @@ def test_on_every_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive  # the sample uses the pool's worker processes
-def test_what_every_gpu_does_on_two_processes(tmp_path: Path) -> None:
+def test_the_programs_of_gpus_run_on_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (2, "cpu", str(tmp_path / "store")), nprocs=2)

@@ -49,7 +49,7 @@ def test_both_products_are_kept_and_on_a_cpu_in_32_bits_the_activation(
     assert kept(swiglu_linear, x, gate, up) == (3 if has_room else 2) * 60
 
 
-def test_what_keeps_the_output_keeps_the_products_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_of_the_output_keeps_the_products_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are kept already: a feed-forward layer keeps its input and both, and makes the gate's output again."""
     monkeypatch.setattr(backend, "PLAIN", frozenset())
     monkeypatch.setattr(backend, "is_short_of_memory", lambda output: True)  # as a GPU is

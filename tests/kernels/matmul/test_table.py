@@ -66,7 +66,7 @@ def test_a_row_is_read_by_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", False), ("fused", True), ("gated", False)])
-def test_what_was_not_measured_is_the_kernels_where_a_pass_is_saved(kind: ProductKind, runs: bool) -> None:
+def test_an_unmeasured_product_runs_the_kernel_where_a_pass_is_saved(kind: ProductKind, runs: bool) -> None:
     assert is_kernel_faster(OF._replace(kind=kind), {}) == runs
 
 

@@ -45,7 +45,7 @@ def test_each_way_is_checked_and_timed(kind: str, monkeypatch: pytest.MonkeyPatc
     assert compared(kind, 32, 48, 16, "cpu", Host(), rounds=3).tuned
 
 
-def test_what_torch_tries_many_for_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_autotuned_product_is_timed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [compared("gelu", 32, 48, 16, "cpu", Host(), rounds=2, autotuned=each) for each in (False, True)]
     assert [AUTOTUNED in each.timed for each in found] == [False, True]
 
@@ -76,7 +76,7 @@ def test_a_kernel_that_is_wrong_is_no_candidate() -> None:
         tune_matmul.fastest(wrong, TRIED, Host(), "a test", rounds=2)
 
 
-def test_what_was_tuned_of_groups_is_what_their_product_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_of_groups_finds_the_tuned_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.kernels.grouped_matmul import kernel
 
     table, format = tmp_path / "table.json", FORMATS["bf16"]
@@ -96,7 +96,7 @@ def test_what_was_tuned_of_groups_is_what_their_product_finds(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["of_product", "of_groups", "of_weights"])
-def test_what_is_wrong_in_one_tile_alone_is_seen(name: str) -> None:
+def test_an_error_in_a_single_tile_is_seen(name: str) -> None:
     """The last tile, and a tile in the middle, of products with several tiles of 64 rows."""
     format = FORMATS["bf16"]
     case = {

@@ -71,7 +71,7 @@ def read_all(folder: Path) -> nn.Module:
     return from_pretrained(folder)
 
 
-def test_what_was_not_changed_is_read(folder: Path) -> None:
+def test_an_unchanged_folder_is_read(folder: Path) -> None:
     for found, wanted in zip(read_all(folder).parameters(), gpt().parameters(), strict=True):
         assert torch.equal(found, wanted)
 
@@ -132,7 +132,7 @@ def test_all_that_is_written_is_on_the_disk_before_it_has_its_name(
     assert inside.startswith(".model.partial") and beside == tmp_path.name
 
 
-def test_what_another_process_writes_of_the_same_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_processs_partial_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = own_partial_path(tmp_path / "model")
     theirs.mkdir()
     (theirs / "half").touch()
@@ -142,7 +142,7 @@ def test_what_another_process_writes_of_the_same_folder_stays(tmp_path: Path, mo
     assert (theirs / "half").exists()
 
 
-def test_what_is_read_lies_in_memory_as_what_torch_makes(tmp_path: Path) -> None:
+def test_read_tensors_are_aligned_as_torchs_own(tmp_path: Path) -> None:
     save_pretrained(gpt(), tmp_path / "model", shard_bytes=SHARD_BYTES)
     for path in (tmp_path / "model").glob("*.safetensors"):
         content = path.read_bytes()
@@ -161,7 +161,7 @@ def read_on_a_mesh(folder: Path, axes: dict[str, int]) -> Any:
 
 
 @pytest.mark.parametrize(("axes", "world"), [({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 4)], ids=str)
-def test_what_one_rank_reads_is_told_to_all(axes: dict[str, int], world: int, tmp_path: Path, pool: Pool) -> None:
+def test_a_damage_read_by_one_rank_raises_on_all(axes: dict[str, int], world: int, tmp_path: Path, pool: Pool) -> None:
     """The bit is of the last row of a weight, whose rows lie over tp."""
     save_pretrained(make(Case())[0], tmp_path / "model")
     members = ProcessMesh.grid(**axes).size

@@ -93,7 +93,7 @@ def test_all_that_stands_beside_the_weights_goes_along_or_is_named(
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])
-def test_what_was_killed_is_not_in_the_way(direction: str, tmp_path: Path) -> None:
+def test_a_killed_conversion_does_not_block_the_next(direction: str, tmp_path: Path) -> None:
     model, _ = make(Case())
     save_checkpoint(model, tmp_path / "checkpoint")
     save_pretrained(model, tmp_path / "folder")
@@ -184,7 +184,7 @@ def test_a_run_becomes_a_folder_for_transformers(
         assert next(model.parameters()).flatten()[0].item() == values[taken]
 
 
-def test_what_is_made_is_said_before_it_is_made(
+def test_a_conversion_is_announced_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(tmp_path / "run", saved=(3,), last=3)
@@ -226,7 +226,7 @@ def save(case: Case, folder: Path) -> None:
     save_checkpoint(model, folder, optimizer)
 
 
-def test_what_many_ranks_saved_is_what_one_process_would_export(tmp_path: Path, pool: Pool) -> None:
+def test_a_checkpoint_of_many_ranks_converts_as_one_process_exports(tmp_path: Path, pool: Pool) -> None:
     case = CASES["zero1-dp2-tp2"]
     pool.run(save, case, tmp_path / "run/checkpoint-3", ranks=case.ranks)
     save_pretrained(make(Case(), seed=1)[0], tmp_path / "exported")
@@ -243,7 +243,7 @@ def test_what_many_ranks_saved_is_what_one_process_would_export(tmp_path: Path, 
     assert ours == theirs
 
 
-def test_what_was_converted_is_a_beginning(tmp_path: Path) -> None:
+def test_a_converted_folder_is_a_beginning(tmp_path: Path) -> None:
     theirs = their_model("llama")
     theirs.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "begin")
@@ -320,7 +320,7 @@ def test_of_what_many_ranks_saved_a_part_is_in_memory_beside_the_tensor(tmp_path
     assert 4 * prod(largest.shape) < found <= 4 * (prod(largest.shape) + part) + SMALL
 
 
-def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_conversion_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(torch.nn.Linear(2, 2), tmp_path / "other")
     (tmp_path / "empty").mkdir()
     for source, said in {

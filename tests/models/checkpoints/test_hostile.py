@@ -70,7 +70,7 @@ def test_weights_that_are_a_link_out_of_a_folder_are_read_and_named(folder):
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", ["text", "[1]", "[" * 100_000, '{"a": '], ids=["text", "list", "deep", "cut"])
-def test_what_is_no_json_is_not_copied_under_its_name(folder, name, content):
+def test_a_file_that_is_no_json_is_not_copied(folder, name, content):
     (folder / "model" / name).write_text(content)
     with pytest.raises(ValueError, match=f"{name} (is not JSON|holds a list|nests too deeply)"):
         convert(folder / "model", folder / "out")

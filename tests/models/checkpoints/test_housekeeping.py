@@ -75,7 +75,7 @@ def test_a_link_in_the_place_of_the_last_model_gives_way(folder: Path) -> None:
     assert (folder / "elsewhere/file").exists()
 
 
-def test_what_could_not_be_removed_is_in_nobodys_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_could_not_be_removed_blocks_no_later_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = folder / "run"
     for count in range(2):
         shutil.copytree(folder / "elsewhere", run / "checkpoint", dirs_exist_ok=True)

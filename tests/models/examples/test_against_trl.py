@@ -7,12 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
-from transformers import AutoTokenizer
-from trl import DPOTrainer, SFTTrainer
-from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
-from trl.trainer.kto_trainer import _get_kl_dataset, _process_tokens, _tokenize
 from weft.models.data.examples.encode import encode_record, join_example
 from weft.models.data.examples.example import Example, MaskedTokens, Task
 from weft.models.data.examples.template import find_template
@@ -32,8 +27,13 @@ KINDS = [
 Rows = list[tuple[list[int], list[bool]]]
 
 
+# trl and datasets take two seconds to import: only a process that runs these tests imports them.
+
+
 @pytest.fixture(autouse=True)
 def caches_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     yield
@@ -55,6 +55,10 @@ def row(segment: MaskedTokens) -> tuple[list[int], list[bool]]:
 
 
 def sft(path: Path, records: list[dict[str, Any]], mask: str) -> Rows:
+    import datasets
+    from transformers import AutoTokenizer
+    from trl import SFTTrainer
+
     arguments = SimpleNamespace(
         dataset_num_proc=None,
         max_length=None,
@@ -122,6 +126,10 @@ def test_a_token_across_prompt_and_completion_is_learned(tmp_path: Path) -> None
 
 
 def dpo(path: Path, records: list[dict[str, Any]]) -> list[list[tuple[list[int], list[bool]]]]:
+    from transformers import AutoTokenizer
+    from trl import DPOTrainer
+    from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
+
     tokenizer, found = AutoTokenizer.from_pretrained(path), []
     for record in records:
         texts = maybe_apply_chat_template(maybe_extract_prompt(record), tokenizer)
@@ -168,6 +176,10 @@ def test_pairs_of_text_begin_as_prompts_do(tmp_path: Path) -> None:
 
 def kto(path: Path, records: list[dict[str, Any]]) -> tuple[Rows, Rows]:
     """Own and mismatched rows, as KTOTrainer prepares them, with all records in one batch."""
+    from transformers import AutoTokenizer
+    from trl.data_utils import maybe_apply_chat_template
+    from trl.trainer.kto_trainer import _get_kl_dataset, _process_tokens, _tokenize
+
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = [maybe_apply_chat_template(each, tokenizer) for each in records]
     batch = {name: [each[name] for each in texts] for name in ("prompt", "completion", "label")}

@@ -70,7 +70,7 @@ OF_PARTS = PLAIN.replace("{{ m.content }}", "{% for part in m.content %}{{ part.
         ),
     ],
 )
-def test_what_a_template_leaves_out_is_refused(
+def test_a_message_left_out_by_the_template_is_refused(
     task: Any, message: dict[str, Any], good: str, bad: str, error: str, tmp_path: Path
 ) -> None:
     """A model would learn to answer a call of tools by nothing, or with the brackets of Python's lists."""

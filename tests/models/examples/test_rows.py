@@ -116,7 +116,7 @@ def check_row(source: ArraySource, rows: TaskRows, which: int) -> int:
         padding = rows.tokens.shape[1] - len(tokens)
         assert padding >= 0
         document = len(numbers) * (2 if source.task == "dpo" else 1)
-        places += [(document, position) for position in range(padding)]
+        places += [(document + each // 16, each % 16) for each in range(padding)]  # no longer than a segment
         assert rows.tokens[row].tolist() == tokens + [source.tokenizer.end] * padding
         assert rows.targets[row].tolist() == targets + [-100] * padding
         assert list(zip(rows.documents[row].tolist(), rows.positions[row].tolist(), strict=True)) == places

@@ -194,7 +194,7 @@ def test_numbers_of_a_step() -> None:
     assert half.mfu == pytest.approx(2 * result.mfu)
 
 
-def test_what_does_not_fit_is_an_error() -> None:
+def test_a_schedule_that_does_not_fit_the_mesh_is_an_error() -> None:
     step, schedule = stage_trace(8), make_schedule("1f1b", ranks=2, microbatches=8)
     with pytest.raises(ValueError, match="4 ranks along 'pp'; give the schedule"):
         estimate(step, chip=QUICK, mesh_sizes={"pp": 4}, tokens=1, flops=1)

@@ -181,7 +181,7 @@ def test_of_several_lines_of_a_module_the_one_with_more_collectives_is_named() -
     )
 
 
-def test_what_vanished_is_named_with_the_line_of_the_file() -> None:
+def test_a_vanished_collective_is_named_with_the_line_of_the_file() -> None:
     (change,) = find_changes(GOLDEN, with_collectives(DOWN))
     assert change.text == "-2 all-reduce over dp (64 bytes) in gradients, was issued at weft/buckets.py:7"
     assert change.file == ""  # no line of today's program: GitHub shows the change at the golden file
@@ -210,7 +210,7 @@ def test_other_bytes_of_as_many_collectives() -> None:
         pytest.param(Allow(count=1), 101, 2, 1, id="count-but-not-bytes"),
     ],
 )
-def test_what_the_file_allows_is_no_change(allow: Allow, bytes: int, count: int, changes: int) -> None:
+def test_an_allowed_difference_is_no_change(allow: Allow, bytes: int, count: int, changes: int) -> None:
     now = with_collectives(replace(DOWN, bytes=bytes, count=count), SUMS)
     assert len(texts(now, replace(GOLDEN, allow=allow))) == changes
 

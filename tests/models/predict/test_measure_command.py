@@ -129,7 +129,7 @@ def measured() -> Chip:
     )
 
 
-def test_what_was_found_is_printed_and_written(
+def test_the_measured_chip_is_printed_and_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked: list[Measuring] = []

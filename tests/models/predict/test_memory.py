@@ -179,7 +179,7 @@ def test_a_given_optimizer_runs_on_shapes_and_has_the_states_of_a_real_step(make
     assert predicted.peak is not None
 
 
-def test_what_a_program_holds_is_followed_to_its_death() -> None:
+def test_storages_are_followed_until_they_are_freed() -> None:
     linear, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
     live = LiveStorages()
     live.adopt(linear.parameters(), "parameters")

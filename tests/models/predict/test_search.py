@@ -114,7 +114,7 @@ def test_nothing_is_thrown_away_silently_when_the_time_is_over() -> None:
     assert certificate.enumerated == 10
 
 
-def test_what_is_cut_already_when_the_time_is_over_is_not_left() -> None:
+def test_candidates_cut_before_the_time_is_over_are_not_left_over() -> None:
     ticks = iter([0, 1, 2, 99, 99])
     bounds = [0.5, 0.6, 0.7, 5.0, 6.0]
     candidates = [Point(n, 1.0 + n, (bound, 0.0)) for n, bound in enumerate(bounds)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 import pytest
 import torch
 from weft.models import Llama, LlamaConfig
 from weft.models.predict.bounds import work_of
 from weft.models.predict.chip import load_chip
-from weft.models.predict.events import Start
+from weft.models.predict.events import Segment, Start
 from weft.models.predict.plans import Candidate
 from weft.models.predict.price import seconds_of, transfer
 from weft.models.predict.stage_traces import StageTraces, combined, least_two, line, passes
@@ -84,3 +85,29 @@ def test_a_line_through_two_points() -> None:
 def test_the_two_least_sizes_stand_for_all() -> None:
     found = least_two([Candidate(tp=tp, cp=cp) for tp in (1, 4, 2, 8) for cp in (1, 3)])
     assert found == ((2, 4), (3,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_sums_of_gradients_over_data_ranks_are_derived_with_as_many_buckets(
+    traces: StageTraces, zero: Literal[0, 1, 2]
+) -> None:
+    """With more ranks of "tp", gradients are smaller and share buckets: few runs give these traces too."""
+    with torch.device("meta"):  # a block's gradients fill several buckets with tp=2, and fewer with tp=8
+        model = Llama(replace(CONFIG, hidden_size=4096, intermediate_size=8192))
+    workload = Workload(model=model, rows=2, tokens=256, dtype=torch.bfloat16)
+    stages = StageTraces(workload=workload, tp=(2, 4))
+    candidates = [Candidate(pp=2, schedule="1f1b", dp=2, tp=tp, zero=zero) for tp in (2, 4, 8)]
+    derived = [stages.trace(each, 2) for each in candidates]
+    assert [each.tp for each, _ in workload._traces] == [2, 4]
+    for candidate, found in zip(candidates, derived, strict=True):
+        run = workload.trace(candidate, 2)
+        assert [sums_of(each) for each in run.segments] == [
+            pytest.approx(sums_of(each), rel=1e-4) for each in found.segments
+        ]
+    assert len({sum(map(len, map(sums_of, each.segments))) for each in derived}) > 1
+
+
+def sums_of(segment: Segment) -> list[int]:
+    """The bytes of each sum of gradients over "dp"."""
+    return [e.nbytes for e in segment.events if isinstance(e, Start) and e.purpose == "gradients" and "dp" in e.axes]

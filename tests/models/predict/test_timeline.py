@@ -32,7 +32,7 @@ def test_a_hidden_collective_takes_no_time() -> None:
     ]
 
 
-def test_what_is_not_hidden_is_exposed() -> None:
+def test_communication_that_is_not_hidden_is_exposed() -> None:
     result = timed(start(0, 3.0), memory(2.0), wait(0), memory(1.0))
     assert result.seconds == pytest.approx(4.0)
     assert result.parts["communication"] == pytest.approx(1.0)

@@ -161,6 +161,14 @@ def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, p
     compare(pool, folders, "llama", name, (axes, plan), *further)
 
 
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_reference_with_experts_on_a_mesh_that_their_axis_does_not_divide(
+    name: str, folders: Path, pool: Pool
+) -> None:
+    own = ("--reference-mesh.dp=1", "--reference-mesh.tp=2", *of_reference(folders, "mixture"))
+    compare(pool, folders, "mixture", name, MIXTURES["ep2-dp2"], *own)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("mesh", MIXTURES)

@@ -98,6 +98,19 @@ def test_a_reference_mesh_of_other_processes_is_refused(folders: Path, tmp_path:
     )
 
 
+UNUSABLE: dict[str, tuple[str, str]] = {
+    "heads": ("--mesh.dp 8 --reference-mesh.tp 8 --reference-mesh.dp 1", "tp=8 does not divide num_heads 4"),
+    "layers": ("--mesh.dp 4 --reference-mesh.pp 4 --reference-mesh.dp 1", "2 layers, which cannot be cut into 4"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_reference_mesh_that_the_model_cannot_have_is_refused(name: str, folders: Path, tmp_path: Path) -> None:
+    options, why = UNUSABLE[name]
+    found = refusal(folders, tmp_path, "dpo", "--mesh.tp", "1", *options.split())
+    assert found.startswith("reference_mesh is pp=") and why in found
+
+
 def test_targets_that_the_model_lacks_are_refused(folders: Path, tmp_path: Path) -> None:
     why = refusal(folders, tmp_path, "sft", "--lora.rank", "2", "--lora.targets", "c_attn")
     assert "c_attn" in why

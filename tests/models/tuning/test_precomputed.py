@@ -249,7 +249,7 @@ def test_writers_at_once_leave_a_whole_file(tmp_path: Path) -> None:
 
     def write_often(value: float) -> None:
         try:
-            for _ in range(60):
+            for _ in range(20):
                 write_table(path, "a", torch.full((500, 2), value))
         except BaseException as error:
             failures.append(error)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.examples.chats import turns
 from tests.models.tuning.runs import make_run, read_metrics, save_model, train_to_the_end, write
@@ -38,6 +36,10 @@ def trained(
 
 def loaded(run: Path) -> tuple[Any, Any]:
     """The final model of a run by transformers, or with its adapters by peft; and its tokenizer."""
+    # imported late, because the ranks of `trained` import this module too
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = run / "checkpoint"
     kind = AutoPeftModelForCausalLM if (folder / "adapter_config.json").exists() else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)

@@ -5,16 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer)
-}  # fmt: skip
 
 
 def trl_step(
@@ -31,9 +23,15 @@ def trl_step(
 
     options: of the trainer's config. adapters: of peft's LoraConfig. values: of the adapters, by Weft's names.
     """
+    # These take two seconds to import, and ranks import this module without calling `trl_step`.
+    import datasets
+    import trl
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     datasets.config.HF_DATASETS_CACHE = scratch / "cache"  # type: ignore[attr-defined]
     datasets.disable_progress_bars()
-    settings, trainer_class = TRAINERS[task]
+    settings, trainer_class = getattr(trl, f"{task.upper()}Config"), getattr(trl, f"{task.upper()}Trainer")
     arguments = settings(
         output_dir=str(scratch),
         per_device_train_batch_size=len(rows),

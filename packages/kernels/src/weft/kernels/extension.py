@@ -17,8 +17,7 @@ from .dispatch.delayed_weight_gradients import (
     allow_delayed_weight_gradients,
     delay_weight_gradients,
 )
-from .dispatch.observation import OpPart, observing
-from .dispatch.op import Op
+from .dispatch.op import Op, OpPart, observing
 from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts, sharing_casts
 from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
 from .dispatch.sharded.functions import apply_function

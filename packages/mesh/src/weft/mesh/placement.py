@@ -34,12 +34,9 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The tensor is the reduction by `op` of the values on the ranks along the axis.
+    """The tensor is the reduction by `op` of the values on the ranks along the axis."""
 
-    op: see REDUCTIONS; torch's "prod" becomes "product".
-    """
-
-    op: str = "sum"
+    op: str = "sum"  #: see REDUCTIONS; torch's "prod" becomes "product"
 
     def __post_init__(self) -> None:
         if self.op == "prod":

@@ -23,7 +23,7 @@ class ProcessMesh:
     """Ranks laid out on named axes, row-major: the last axis varies fastest.
 
     ranks: nested sequences or an array of distinct ints >= 0, a level per axis; an int makes a mesh of one process.
-    axis_names: a name per level; by default axis0, axis1, … Methods take an axis by name or by position.
+    axis_names: a name per level; None: axis0, axis1, … Methods take an axis by name or by position.
 
     Two meshes with the same names, shape and ranks are equal and have the same hash. Their digest is the same in every
     process. A part of a grid is stored as strides, and takes no memory per rank.
@@ -223,7 +223,7 @@ class ProcessMesh:
         return ProcessMesh(self._ranks.at([pick for pick in picks if isinstance(pick, int)]))
 
     def get_mesh_with_dim(self, name: Axis, index: int | None = None) -> ProcessMesh:
-        """The mesh with axis `name` first; with `index`, the sub-mesh at that index, without the axis.
+        """The mesh with axis `name` first (index None), or the sub-mesh at `index` of the axis, without the axis.
 
         The mesh of a pipeline stage is `mesh.get_mesh_with_dim("pp", stage)`, the same as `mesh.select(pp=stage)`.
         """

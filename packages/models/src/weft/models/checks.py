@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import fields
 from functools import lru_cache
+from numbers import Integral, Real
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
@@ -41,9 +44,11 @@ def check_drawing(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    use_cache: bool = True,
+    ends: Sequence[int] = (),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raises ValueError for an option of `generate` that is out of range.
+    """Raises ValueError for an option of `generate` that is out of range or of another kind, as "1" for a number.
 
     names: of options in the error, by parameter, where they differ from the parameter's.
     """
@@ -51,16 +56,38 @@ def check_drawing(
         (
             "max_new_tokens",
             max_new_tokens,
-            0 <= max_new_tokens <= MOST_NEW_TOKENS,
-            f"0 or more, and at most {MOST_NEW_TOKENS:,}",
+            _is_number(max_new_tokens, Integral) and 0 <= max_new_tokens <= MOST_NEW_TOKENS,
+            f"a whole number, 0 or more, and at most {MOST_NEW_TOKENS:,}",
         ),
-        ("temperature", temperature, 0 <= temperature < math.inf, "0 or more; 0 takes the likeliest token"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "1 or more"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0, and at most 1"),
+        (
+            "temperature",
+            temperature,
+            _is_number(temperature, Real) and 0 <= temperature < math.inf,
+            "a number, 0 or more; 0 takes the likeliest token",
+        ),
+        ("top_k", top_k, top_k is None or (_is_number(top_k, Integral) and top_k >= 1), "a whole number, 1 or more"),
+        (
+            "top_p",
+            top_p,
+            top_p is None or (_is_number(top_p, Real) and 0 < top_p <= 1),
+            "a number above 0, and at most 1",
+        ),
+        ("use_cache", use_cache, isinstance(use_cache, bool), "True or False"),
+        (
+            "ends",
+            ends,
+            isinstance(ends, Sequence | Set) and all(_is_number(end, Integral) for end in ends),
+            "a list of token ids",
+        ),
     )
     for name, value, is_valid, requirement in checks:
         if not is_valid:
-            raise ValueError(f"{names.get(name, name)} is {value}; it must be {requirement}")
+            raise ValueError(f"{names.get(name, name)} is {value!r}; it must be {requirement}")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    """Whether the value is a number of this kind, of numpy too; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_sizes(config: Any, *names: str) -> None:
@@ -107,14 +134,6 @@ def check_probabilities(config: Any, *names: str) -> None:
             raise ValueError(f"{type(config).__name__}: {name} is {p!r}; it must be a number in 0 <= {name} < 1")
 
 
-def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
-    """Raises ValueError unless the field is one of `choices`."""
-    value = getattr(config, name)
-    if isinstance(value, bool) or value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
-
-
 def check_tensor_parallel(config: SplitSizes, ways: int) -> None:
     """Raises ValueError where tp=`ways` does not divide the heads or hidden sizes, and lists the degrees that work.
 
@@ -155,18 +174,20 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def check_kinds(where: str, config: object) -> None:
+def check_kinds(where: str | None, config: object) -> None:
     """Raise ValueError for a field whose value is of another kind than the field's annotation.
 
-    Kinds are ints, numbers, text, flags and names (Literal), also with None; fields of further kinds are not checked.
+    Kinds are ints, numbers, text, flags and names (Literal), also with None and in tuples, for which lists are taken
+    too; fields of further kinds are not checked.
+    where: the group of options named in the error; None: the config's class.
     Called first in `__post_init__`: the checks of ranges compare numbers.
     """
     own: Any = type(config)
     for name, kinds in _kinds_of(own).items():
         value = getattr(config, name)
         if not any(_is_of(kind, value) for kind in kinds):
-            words = " or ".join(_WORDS.get(kind) or ", ".join(map(repr, get_args(kind))) for kind in kinds)
-            raise ValueError(f"{where}.{name} is {value!r}; it must be {words}")
+            shown = f"{own.__name__}: {name}" if where is None else f"{where}.{name}"
+            raise ValueError(f"{shown} is {value!r}; it must be {' or '.join(map(_in_words, kinds))}")
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", NoneType: "None"}
@@ -175,20 +196,57 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or 
 @lru_cache(maxsize=64)
 def _kinds_of(config: type) -> dict[str, tuple[Any, ...]]:
     """The kinds of each field of a dataclass whose kinds `check_kinds` knows."""
-    hints = get_type_hints(config)
-    by_name = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
-    known = {
-        name: all(kind in _WORDS or get_origin(kind) is Literal for kind in kinds) for name, kinds in by_name.items()
-    }
-    return {name: kinds for name, kinds in by_name.items() if known[name]}
+    own, hints = {each.name for each in fields(config)}, _hints_of(config)
+    by_name = {name: _parts_of(hint) for name, hint in hints.items() if name in own}
+    return {name: kinds for name, kinds in by_name.items() if all(map(_is_known, kinds))}
+
+
+def _hints_of(config: type) -> dict[str, Any]:
+    """The annotations of the class, or of the nearest base class whose annotations can be evaluated.
+
+    An annotation of a user's class may name a type that is imported for type checkers alone.
+    """
+    for each in config.__mro__:
+        with suppress(NameError, TypeError, AttributeError):
+            return get_type_hints(each)
+    return {}
+
+
+def _parts_of(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation: int and None of `int | None`."""
+    # typing.Union where an alternative is a Literal, else types.UnionType
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _is_known(kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return all(_is_known(part) for item in get_args(kind) if item is not ... for part in _parts_of(item))
+    return kind in _WORDS or get_origin(kind) is Literal
 
 
 def _is_of(kind: Any, value: object) -> bool:
     if get_origin(kind) is Literal:
         return any(value == name and type(value) is type(name) for name in get_args(kind))
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        if not isinstance(value, tuple | list) or (items[-1] is not ... and len(items) != len(value)):
+            return False
+        each = [items[0]] * len(value) if items[-1] is ... else items
+        return all(any(_is_of(part, x) for part in _parts_of(item)) for item, x in zip(each, value, strict=True))
     if kind is float:
         kind = int | float
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _in_words(kind: Any) -> str:
+    """What a value of the kind is: "a whole number"."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        items = [item for item in get_args(kind) if item is not ...]
+        each = [" or ".join(map(_in_words, _parts_of(item))) for item in items]
+        return f"a tuple, each item {each[0]}" if ... in get_args(kind) else f"a tuple of {' and '.join(each)}"
+    return _WORDS[kind]
 
 
 def check_at_least(where: str, config: object, least: int, *names: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .checks import check_choice, check_counts, check_positive, check_probabilities, check_sizes, check_table
+from .checks import check_counts, check_kinds, check_positive, check_probabilities, check_sizes, check_table
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
+MOST_POSITIONS = 2**24  # of a rotary model: float32 holds no further whole numbers, in which angles are computed
 RouterScore = Literal["softmax", "sigmoid"]  # the function that makes scores of a router's logits
 
 
@@ -44,6 +45,7 @@ class ModelConfig:
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_sizes(self, "vocab_size", "hidden_size", "max_seq_len")
         check_counts(self, "num_layers", "num_heads")
         check_table(self, "vocab_size", "hidden_size")
@@ -112,10 +114,10 @@ class ExpertOptions:
     shared_gate: bool = False  # multiply the shared expert's output by sigmoid of a product of the token
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_sizes(self, "intermediate_size")
         check_counts(self, "num_experts", "experts_per_token")
         check_table(self, "num_experts", "intermediate_size")
-        check_choice(self, "score", ("softmax", "sigmoid"))
         check_positive(self, "scale")
         where, E, k = type(self).__name__, self.num_experts, self.experts_per_token
         if k > E:
@@ -231,6 +233,12 @@ class RotaryConfig(ModelConfig):
         if isinstance(self.rope_scaling, DynamicRopeScaling) and self.head_dim < 4:
             raise ValueError(
                 f"{where}: head_dim {self.head_dim} is too small for dynamic rope scaling; make it 4 or more"
+            )
+
+        if (longest := self.rotary.longest) > MOST_POSITIONS:
+            raise ValueError(
+                f"{where}: the longest context is {longest:,} tokens, by max_seq_len and rope_scaling; it may be "
+                f"{MOST_POSITIONS:,} at most: beyond, float32 angles cannot tell positions apart"
             )
 
     @property

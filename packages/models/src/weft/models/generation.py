@@ -117,12 +117,19 @@ def stream(
 
     A step's tokens are yielded before the next step is computed.
     cache: for a single row, keeps keys and values from call to call. The model then reads only the tokens after the
-        longest common beginning with the last call's tokens.
+        longest common beginning with the last call's tokens. None: nothing is kept after the call.
     Further arguments, communication and errors: as for `generate`. Raises ValueError also for a `cache` with several
     rows or without use_cache.
     """
     rows = _as_rows(prompts)
-    check_drawing(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    check_drawing(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        use_cache=use_cache,
+        ends=ends,
+    )
     draw = _Draw(temperature=temperature, top_k=top_k, top_p=top_p)
     _check(rows)
     if pipeline_of(model) is not None:
@@ -352,6 +359,9 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
 
 
 def _as_rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    of_tensors = isinstance(prompts, Sequence) and all(isinstance(each, Tensor) for each in prompts)
+    if not (isinstance(prompts, Tensor) or of_tensors):
+        raise ValueError("generate takes prompts as a tensor [B, T], or as a list of tensors [T]; give torch.tensor(…)")
     if isinstance(prompts, Tensor) and prompts.ndim != 2:
         raise ValueError(f"generate takes prompts [B, T], or a list of [T], got shape {tuple(prompts.shape)}")
     if not len(prompts):

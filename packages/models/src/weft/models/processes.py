@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -43,6 +43,11 @@ class ProcessFailed(RuntimeError):
         else:
             how = f"exited with status {status}; the other processes were ended"
         super().__init__(f"rank {rank} {how}")
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one of a world: RANK and WORLD_SIZE are set. A shell may have a RANK of its own."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def run_together(

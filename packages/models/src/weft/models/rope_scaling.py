@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .checks import check_positive, check_sizes
+from .checks import check_kinds, check_positive, check_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class LinearRopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_positive(self, "factor")
 
 
@@ -33,6 +34,7 @@ class DynamicRopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_positive(self, "factor")
         if self.factor < 1:
             raise ValueError(f"DynamicRopeScaling: factor is {self.factor}; it must be >= 1, or the base would shrink")
@@ -52,6 +54,7 @@ class Llama3RopeScaling:
     original_max_seq_len: int
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_positive(self, "factor", "low_freq_factor", "high_freq_factor")
         check_sizes(self, "original_max_seq_len")
         if self.high_freq_factor <= self.low_freq_factor:
@@ -72,12 +75,13 @@ class YarnRopeScaling:
 
     factor: float
     original_max_seq_len: int
-    attention_factor: float | None = None  # multiplies cosine and sine; None: 0.1 * ln(factor) + 1
+    attention_factor: float | None = None  #: multiplies cosine and sine; None: 0.1 * ln(factor) + 1
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # round the bounds of the blend to whole numbers
+    truncate: bool = True  #: round the bounds of the blend to whole numbers
 
     def __post_init__(self) -> None:
+        check_kinds(None, self)
         check_positive(self, "factor", "beta_fast", "beta_slow")
         check_sizes(self, "original_max_seq_len")
         if self.attention_factor is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, NoReturn, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -190,7 +190,8 @@ def check(
             f"logits of shape {tuple(logits.shape)} and dtype {logits.dtype}; give [..., classes] in "
             f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
         )
-    check_target(logits.shape, target)
+    if target.dtype not in TARGET_DTYPES or target.shape != logits.shape[:-1]:
+        refuse_target(logits.shape, target)
     if weight is not None and (weight.shape != (vocab_size,) or not weight.is_floating_point()):
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}; give one float for each of the "
@@ -219,21 +220,24 @@ def check_vocabulary(vocab_start: int, vocab_size: int) -> None:
         raise ValueError(f"vocab_size is {described(vocab_size)}; give the number of classes of the whole vocabulary")
 
 
-def check_target(logits: tuple[int, ...], target: Tensor) -> None:
-    """Raise ValueError for a target without one class id for each row of logits of this shape."""
+def refuse_target(logits: tuple[int, ...], target: Tensor) -> NoReturn:
+    """Raise ValueError for a target that does not have one class id for each row of logits of this shape.
+
+    The losses compare the caller's shapes, of DTensors the global shapes, so that every rank raises. `check` compares
+    the dtype, and the shapes of this rank's tensors, which need not fit where the global shapes do.
+    """
     if target.dtype not in TARGET_DTYPES:
         remedy = "; for probabilities, give target.argmax(-1), or compute (-target * logits.log_softmax(-1)).sum(-1)"
         raise ValueError(
             f"target has dtype {target.dtype} and shape {tuple(target.shape)}, not {', '.join(map(str, TARGET_DTYPES))}"
             f"; give class ids of shape {tuple(logits[:-1])}" + (remedy if target.is_floating_point() else "")
         )
-    if tuple(target.shape) != tuple(logits[:-1]):
-        torchs = len(logits) > 2 and tuple(target.shape) == (*logits[:1], *logits[2:])
-        raise ValueError(
-            f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits)}; give one class id for each "
-            f"row: {tuple(logits[:-1])}, with the classes as the last dim of logits"
-            + ("; or class_dim=1 for logits in torch's form, [N, C, ...]" if torchs else "")
-        )
+    torchs = len(logits) > 2 and tuple(target.shape) == (*logits[:1], *logits[2:])
+    raise ValueError(
+        f"target of shape {tuple(target.shape)} for logits of shape {tuple(logits)}; give one class id for each "
+        f"row: {tuple(logits[:-1])}, with the classes as the last dim of logits"
+        + ("; or class_dim=1 for logits in torch's form, [N, C, ...]" if torchs else "")
+    )
 
 
 def check_contiguous(logits: Tensor, options: Options) -> None:

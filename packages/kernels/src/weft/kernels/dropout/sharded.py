@@ -43,8 +43,8 @@ def dropout(
     into the graph, and each new int compiles again.
     name: with a name, the key is derive_key(key, name). None: `key` itself.
     order: for x [..., T, H] with tokens stored in another order than the sequence's, as in `attention`. The mask then
-    follows the sequence.
-    orders: for x [B, T, H], an order for each row of this rank's part of x, where the rows differ.
+    follows the sequence. None: memory has the sequence's order.
+    orders: for x [B, T, H], an order for each row of this rank's part of x, where the rows differ. None: `order`.
     residual: a tensor of the shape of x, added to the output; in the same pass where its dtype is x's. None: nothing.
 
     Philox 4x32-10 (Salmon et al. 2011) gives blocks of eight 16-bit numbers. Element i of the global tensor, row-major,

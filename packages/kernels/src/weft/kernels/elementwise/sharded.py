@@ -65,8 +65,8 @@ def forward(x: Tensor, y: Tensor, *, num_missing: int = 0, alpha: float = 1) -> 
     """
     if x.shape[num_missing:] != y.shape:
         raise ValueError(
-            f"add takes two tensors of one shape but for {num_missing} first dims, got {tuple(x.shape)} and "
-            f"{tuple(y.shape)}; expand one"
+            f"add takes, beside x of shape {tuple(x.shape)}, a y of shape {tuple(x.shape[num_missing:])}, got "
+            f"{tuple(y.shape)}; expand y"
         )
     return x + y if alpha == 1 else torch.add(x, y, alpha=alpha), ()
 

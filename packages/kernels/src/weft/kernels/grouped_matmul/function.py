@@ -2,8 +2,8 @@
 
 Each product is a custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
 tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch
-(`_plain_rows_by_group`, `_plain_weights_by_group`) defines the result. Plain torch computes on a CPU, in float64, and
-for 8-bit factors which Triton cannot multiply on this chip; the host then reads the offsets.
+(`_plain_rows_by_group`, `_plain_weights_by_group`) defines the result. Plain torch computes on a CPU, for float64
+tensors, and for 8-bit factors which Triton cannot multiply on this chip. The host then reads the offsets.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def forward(
 
     first: the global number of b's first group.
     adds: whether this rank adds bias and residual. False if ranks' outputs are summed and another rank adds both.
-    keep: whether to save z for backward. Saved for backward: a, b, offsets and, with an activation, the
-        pre-activation z; for relu without a residual, the output instead of z.
+    keep: whether to save z for backward.
+
+    Saved for backward: a, b, offsets, the residual's shape and, with an activation, the pre-activation z; for relu
+    without a residual, the output instead of z.
     """
     addends = (bias, residual) if adds else (None, None)
     out = torch.zeros((a.shape[0], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
@@ -68,9 +70,10 @@ def forward(
 
 
 def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
-    """Returns dz = grad * act'(z), in the dtype of a, and dresidual = beta * grad, zero in rows behind the last group.
+    """Returns dz = grad * act'(z), and dresidual = beta * grad with zeros in the rows after the last group.
 
-    z: the pre-activation. dresidual: None if not needed.
+    dz has the dtype of a; for an a of 8 bits, the dtype of grad. dresidual is None if not needed.
+    z: the pre-activation; for relu without a residual, the output, which has the same derivative.
     """
     a, _, offsets, z, residual = saved
     assert a is not None and offsets is not None, "forward saves the operands"
@@ -83,7 +86,7 @@ def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **op
 
 
 def _zero_behind_groups(grad: Tensor, offsets: Tensor) -> Tensor:
-    """Return grad with zeros in the rows behind the last group. The host does not wait for the offsets."""
+    """Return grad with zeros in the rows after the last group. The host does not wait for the offsets."""
     if len(offsets) == 0:
         return torch.zeros_like(grad)
     behind = torch.arange(len(grad), device=grad.device) >= offsets[-1]
@@ -129,7 +132,7 @@ def backward(
 def accumulate(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
     """total[g] += a[:, rows] @ b[rows] for each group g. a: [K, N]. b: [N, M]. total: [G, K, M].
 
-    Raises as `check_no_overlap`.
+    Raises ValueError if elements of `total` share memory.
     """
     check_no_overlap("grouped_matmul", total)
     _weights_by_group(a.mT, b, offsets, total, 1.0, first, True)
@@ -181,7 +184,7 @@ def _plain_rows_by_group(
 
     The epilogue is the same as in `matmul.reference`.
     offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; in out, the
-        rows of further groups are not written.
+        rows of all other groups are not written.
     residual: broadcast to out. a_scale: a number or [N]. b_scale: a number, [G] or [G, M].
     z: receives the pre-activation; None to store none.
     """
@@ -302,13 +305,13 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *op
 
 
 def _check_offsets(offsets: Tensor, rows: int) -> None:
-    """Raises ValueError for offsets which are not int32, or (read on a CPU) decrease, or exceed `rows`."""
+    """Raises ValueError for offsets which are not int32 and, on a CPU, for offsets which decrease or exceed `rows`."""
     if offsets.dtype != torch.int32:
         raise ValueError(f"{OP} takes offsets in torch.int32, got {offsets.dtype}; cast them with .to()")
     if type(offsets) is Tensor and can_read(offsets):
         ends = [0, *offsets.tolist()]
         if ends != sorted(ends) or ends[-1] > rows:
             raise ValueError(
-                f"{OP}: the groups end at {ends[1:]}, of {rows} rows; give offsets that rise, to at most {rows}: "
-                f"the cumulative sum of the groups' sizes"
+                f"{OP}: the groups end at {ends[1:]}, of {rows} rows; give offsets that never decrease, to at most "
+                f"{rows}: the cumulative sum of the groups' sizes"
             )

@@ -57,7 +57,7 @@ def grouped_matmul(
     empty. On a GPU the host does not wait for the offsets.
     Returns [N, M] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Rows behind the last group are
     zero; no bias or residual is added there.
-    bias, residual, a_scale, b_scale: None leaves the term or factor out.
+    bias, activation, residual, a_scale, b_scale: None leaves the term, the function or the factor out.
     bias: [G, M].
     activation: as in `linear`.
     residual: any shape which broadcasts to the output. On a GPU the kernel applies alpha, scales, bias, activation and
@@ -67,7 +67,7 @@ def grouped_matmul(
     accumulate_into: [G, K, M], for 16-bit factors in float32 or their dtype. Computes another product: of a [K, N] and
     b [N, M], where the groups divide the columns of a and the rows of b. Adds `a[:, start:stop] @ b[start:stop]` to
     `accumulate_into[g]` in place for each group g, and returns accumulate_into. For the experts' weight gradients,
-    summed over microbatches. No epilogue is allowed, and no gradient is recorded.
+    summed over microbatches. No epilogue is allowed, and no gradient is recorded. None: the product above.
     Saved for backward: a, b, offsets and, with an activation, the pre-activation; for relu without a residual the
     output instead.
 

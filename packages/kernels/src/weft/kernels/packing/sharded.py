@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
+from ..dispatch.arguments import check_tensors, described, is_int
 from ..dispatch.op import Op, Tensors
 from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, infer_gradient_layouts
 
@@ -28,12 +29,20 @@ def pack(*tensors: Tensor, parts: int) -> Tensor:
     Layouts: the same for all tensors, Partial(sum) included. The number of shards of the last dim must divide
     `parts`. The output has the same layout, with `parts` sharded in place of the last dim.
     Communication: none.
-    Raises ValueError for mismatched shapes, LayoutError for other layouts.
+    Raises ValueError for no tensors, a last dim of size 0, mismatched shapes and parts that are no int above 0,
+    LayoutError for other layouts.
     """
-    leading = tensors[0].shape[:-1]
-    if any(x.shape[:-1] != leading or x.shape[-1] % parts for x in tensors):
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(f"pack: the last dim must be a multiple of {parts}, all other dims equal; got {shapes}")
+    check_tensors("pack", ("tensors",) * len(tensors), *tensors)
+    if not (is_int(parts) and parts >= 1):
+        raise ValueError(f"pack: parts is {described(parts)}; give an int, 1 or more")
+    leading = tensors[0].shape[:-1] if tensors else ()
+    if not tensors or any(
+        x.ndim < 1 or x.shape[:-1] != leading or x.shape[-1] % parts or not x.shape[-1] for x in tensors
+    ):
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "no tensors"
+        raise ValueError(
+            f"pack: the last dim must be a multiple of {parts} above 0, all other dims equal; got {shapes}"
+        )
     return apply(PACK, *tensors, widths=tuple([int(x.shape[-1]) // parts for x in tensors]))
 
 
@@ -46,8 +55,14 @@ def unpack(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     Layouts: any with the last dim replicated and `parts` sharded evenly, Partial(sum) included; each tensor has the
     layout of `packed`, with its last dim sharded in place of `parts`.
     Communication: none.
-    Raises ValueError where the sum of the widths is not the last dim, LayoutError for other layouts.
+    Raises ValueError where the widths are no ints above 0, or their sum is not the last dim, LayoutError for other
+    layouts.
     """
+    check_tensors("unpack", ("packed",), packed)
+    if not (isinstance(widths, tuple | list) and widths and all(is_int(width) and width >= 1 for width in widths)):
+        raise ValueError(f"unpack: widths is {described(widths)}; give ints, 1 or more, one for each packed tensor")
+    if packed.ndim < 2:
+        raise ValueError(f"unpack takes packed [..., parts, width], got {tuple(packed.shape)}; give a result of pack")
     if sum(widths) != packed.shape[-1]:
         raise ValueError(
             f"unpack: the widths {tuple(widths)} sum to {sum(widths)}, the last dim of {tuple(packed.shape)} is "
@@ -88,7 +103,8 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
         layouts = {grad for grad in grads if grad is not None}
         if len(layouts) > 1:
             raise LayoutError(
-                f"unpack: the gradients arrive as {' and '.join(f'({each})' for each in layouts)}; reshard one"
+                f"unpack: the gradients arrive as {' and '.join(f'({each})' for each in layouts)}; reshard a result of "
+                f"unpack before its use, so that all gradients have one layout"
             )
         return (infer.gradient(layout, layouts.pop(), packed, [packed]),)
 

@@ -35,6 +35,7 @@ def uniform(
     layout: returns a DTensor with this layout, and each rank draws its own part; None returns a plain tensor.
     dtype: bfloat16, float16, float32 or float64. Numbers are drawn in float32, then rounded to the dtype; in bfloat16
     and float16 the highest numbers round to 1.
+    device: of the numbers; None means torch's default device.
 
     The numbers are bitwise the same in every layout, on a CPU and on a GPU: Philox 4x32-10 (Salmon et al. 2011).
 

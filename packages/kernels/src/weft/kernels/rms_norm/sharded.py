@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
     weight: [H], or None for a norm without weight.
     Returns [..., H].
     head_dim: D, for x [..., heads * D] and weight [D]: each head is normalized by itself, and all heads share the
-    weight.
+    weight. None: whole rows.
 
     Layouts: any without Partial and with the last dim not sharded; with head_dim the last dim may be sharded by
     complete heads. The weight is replicated, with a gradient Partial(sum) on each axis which shards x. The output has

@@ -94,8 +94,9 @@ def check_tables(name: str, shape: tuple[int, ...], cos: Tensor, sin: Tensor) ->
 def rope_tables(positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """The tables `cos` and `sin` of `rope` for tokens at any positions: scale * cos and sin of positions * frequencies.
 
-    positions: [..., T] of ints.
-    frequencies: [D / 2] of float32.
+    positions: [..., T] of ints below 2**24. Angles are computed in the dtype of the frequencies, and float32 rounds
+        larger ints: neighbouring positions then get the same angle. The positions are not read on the host.
+    frequencies: [D / 2] of float32, or of float64 for larger positions.
     Returns (cos, sin), each [..., T, D / 2], without gradients.
     scale: `rope` also multiplies each pair by it: YaRN's attention factor, whose square then scales every product of a
     query and a key (Peng et al., 2023, section 3.4).

@@ -34,27 +34,20 @@ IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation, as layout rules see operations. A rule makes an Operation for `infer`.
+    """An operation, as layout rules see operations. A rule makes an Operation for `infer`."""
 
-    name: the operation, in messages.
-    terms: per operand, a letter for each dim.
-    output: a letter for each dim of the output, "." for a new dim.
-    partial: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement;
-        None where the result would be wrong.
-    contracted: the output's placement on an axis sharding an index which the output lacks; None: no axis may.
-    whole: indices which no axis may shard.
-    why_whole: the reason, in messages, why no axis may shard an index of `whole`, or an index which the output lacks.
-    operands: the operands' names in messages; by default operand 0, operand 1, …
-    """
-
-    name: str
-    terms: tuple[str, ...]
-    output: str
+    name: str  #: the operation, in messages
+    terms: tuple[str, ...]  #: per operand, a letter for each dim
+    output: str  #: a letter for each dim of the output, "." for a new dim
+    #: a function from the operands' placements on an axis, all Partial or replicated, to the output's placement; None
+    #: where the result would be wrong
     partial: Callable[[OperandPlacements], Placement | None]
+    #: the output's placement on an axis sharding an index which the output lacks; None: no axis may
     contracted: Partial | None = None
-    whole: str = ""
+    whole: str = ""  #: indices which no axis may shard
+    #: the reason, in messages, why no axis may shard an index of `whole`, or an index which the output lacks
     why_whole: str = ""
-    operands: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()  #: the operands' names in messages; by default operand 0, operand 1, …
 
     def operand(self, position: int) -> str:
         """The operand's name in messages."""

@@ -99,7 +99,7 @@ def load_lora(
     """Adds the adapters of a folder that `save_lora` or `peft` wrote to `model`, and returns `model`.
 
     Call this before or after `parallelize`. Each rank reads only the slices it holds.
-    dtype: of the adapters, as for `lora`.
+    dtype: of the adapters, as for `lora`. None: as for `lora`, too.
     dropout: of the adapters' inputs, as for `lora`. None: the folder's lora_dropout, but 0 where experts have adapters.
     Communication: none.
     Raises ValueError for a folder without LoRA adapters, an unknown or unsupported field of adapter_config.json, an

@@ -56,7 +56,7 @@ def from_pretrained(
     base_model_name_or_path, with the adapters beside the layers; `merge_lora` folds the adapters in. The adapters'
     dtype is float32 at least. Tokenizer and generation settings come from the folder of adapters, else from the base.
     mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: a single device.
-    device_mesh: torch's name for `mesh`; give either.
+    device_mesh: torch's name for `mesh`; None: `mesh` is given, or no mesh.
     dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the stored
         dtype. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
         to 16-bit weights: to train the whole model, give dtype=torch.float32 and compute in bfloat16 by
@@ -139,7 +139,7 @@ def save_pretrained(
     shard_bytes: a larger model is written as several files. Each file is gathered and written before the next.
     tokenizer: written into the folder, where `weft generate` and transformers' AutoTokenizer look. These files
         replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes eos_token_id
-        where the model's folder had none.
+        where the model's folder had none. None: the model's own tokenizer files are written.
     Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of the
     parameter's mesh and broadcast over "pp"; rank 0's outcome is broadcast once before and once after.
     Raises ValueError where the folder exists, and for a model outside the families, as a subclass with a different

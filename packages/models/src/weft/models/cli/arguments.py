@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
+from ..processes import is_launched
 from ..terminal import PROGRAM, one_line, wrap_lines
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ def renamed_options(names: Mapping[str, str]) -> Iterator[None]:
 
 def is_printing_rank() -> bool:
     """Whether this process prints for all of a launcher's processes. True for rank 0, and without a launcher."""
-    return os.environ.get("RANK", "0") == "0"
+    return not is_launched(os.environ) or os.environ["RANK"] == "0"
 
 
 def _wait_for_rank_0() -> None:

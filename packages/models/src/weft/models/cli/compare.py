@@ -11,7 +11,7 @@ import tyro
 
 from ..terminal import PROGRAM, one_line
 from ..train.folder import CONFIG
-from ..train.metrics_compared import compare_metrics
+from ..train.metrics_file import compare_metrics
 from .arguments import parse, report_bad_input
 
 ABOUT = f"""\

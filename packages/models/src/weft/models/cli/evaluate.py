@@ -37,8 +37,8 @@ OPTIONS = {"data.path": "data", "data.sequence_length": "sequence_length", "data
 LENGTH = 2048  # the default of --sequence-length, for models with a longer context
 ABOUT = f"""\
   Computes the mean loss of a model on the examples of a file or folder, on one process, and on a GPU if there is one. \
-The examples are those of `{PROGRAM} train` with the same --task; the loss is the mean over the learned tokens, which \
-are the answers' tokens.
+Examples have the forms that `{PROGRAM} train` takes with the same --task; the loss is the mean over the learned \
+tokens, which are the answers' tokens.
 
 Examples
   {PROGRAM} evaluate \\
@@ -57,9 +57,9 @@ instruction (sft), text (pretrain). Text is read as by `{PROGRAM} train`: as byt
 Prints
   the number of examples and of learned tokens; loss, in nats, and perplexity. dpo: accuracy, the share of pairs whose \
 chosen answer is more likely than the rejected one; with --reference also the loss of dpo, and accuracy, margin and \
-means of the rewards. kto with --reference: the loss of kto, mean rewards, and kl, which is of all examples. The loss \
-and the rewards of a run take the options of its config.toml, except options given here, and are printed. Of a \
-folder without its run, give the options --dpo.… or --kto.… of the training.
+means of the rewards. kto with --reference: the loss of kto, mean rewards, and kl, computed over all examples. For \
+a run, options of the loss that are not given here come from its config.toml; these options are printed. For a folder \
+that is not in its run's folder, give the --dpo.… or --kto.… options of the training.
 
 Exit status
   0: done; 1: the loss is not finite; 2: input that cannot be used.
@@ -82,9 +82,9 @@ class EvaluateOptions:
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: none)")] = None
     """The reference model of dpo and kto."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
-    """The loss and the rewards of dpo, with --reference; of a run by default its own options."""
+    """Options of the loss and rewards of dpo; these need --reference. Default for a run: those of its training."""
     kto: KTOConfig = field(default_factory=KTOConfig)
-    """The loss and the rewards of kto, with --reference; of a run by default its own options."""
+    """Options of the loss and rewards of kto; these need --reference. Default for a run: those of its training."""
     template: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the tokenizer's)")] = (
         None
     )
@@ -92,7 +92,7 @@ class EvaluateOptions:
     sequence_length: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: the model's, at most {LENGTH})")
     ] = None
-    """Longest segment in tokens; a longer one is cut at its end. Of text, the tokens of a sequence."""
+    """Most tokens of a prompt with its completion; longer ones are cut at their end. For text: tokens of a sequence."""
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT")] = 8
     """Rows computed at once."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

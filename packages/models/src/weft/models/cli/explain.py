@@ -7,7 +7,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..predict.chip import Chip, load_chip
 from ..predict.golden import read_golden, write_golden
@@ -19,9 +18,6 @@ from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .golden_command import command_of, describe_ranks
 from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
-
-if TYPE_CHECKING:
-    from ..predict.memory import MemoryParts
 
 ABOUT = f"""\
   Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
@@ -74,13 +70,7 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"--rank {own_options.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}"
             )
-        parts = None
-        if not own_options.json:
-            from ..train.explanation import explain  # imported here because torch takes seconds
-
-            parts = explain(title_of(name, config), config, axes, own_options.rank)
-        if chip is not None:
-            _predict(own_options, name, config, axes, chip, parts)
+        _print_step(own_options, title_of(name, config), config, axes, chip)
         if own_options.save is not None:
             _save(own_options, run_arguments, config, axes)
     return 0
@@ -104,25 +94,33 @@ def _read_chip(options: argparse.Namespace) -> Chip | None:
     return load_chip(options.chip)
 
 
-def _predict(
-    options: argparse.Namespace,
-    name: str | None,
-    config: TrainConfig,
-    axes: dict[str, int],
-    chip: Chip,
-    parts: MemoryParts | None,
+def _print_step(
+    options: argparse.Namespace, title: str, config: TrainConfig, axes: dict[str, int], chip: Chip | None
 ) -> None:
-    """Print the prediction of --chip, and write the timeline of --timeline. parts: as for `predict`."""
-    from .prediction import as_values, lines_of, predict, write_timeline
+    """Print the step and the prediction of --chip, and write the timeline of --timeline. chip: None without --chip."""
+    from ..predict.forks import Forks, count_cores  # imported here because torch takes seconds
+    from ..train.explained_step import ExplainedStep
+    from .prediction import Predictor, as_values, lines_of, write_timeline
 
-    found = predict(config, axes, chip, parts)
-    if options.json:
-        print(json.dumps(as_values(found), indent=2))
-    else:
-        for line in lines_of(found):
-            print(line, flush=True)
-    if options.timeline is not None:
-        write_timeline(found, options.timeline, title_of(name, config))
+    step = None if options.json else ExplainedStep(config, axes, options.rank)
+    predictor = None if chip is None else Predictor(config, axes, chip)
+    runs = () if step is None else step.runs
+    with Forks(*runs, *(() if predictor is None else predictor.runs), count=count_cores()) as forks:
+        for run in runs:
+            forks.start(run)
+        if predictor is not None:
+            predictor.start(forks, has_parts=step is not None and options.rank == 0)
+        parts = None if step is None else step.print(title, forks)
+        if predictor is None:
+            return
+        found = predictor.predict(forks, parts)
+        if options.json:
+            print(json.dumps(as_values(found), indent=2))
+        else:
+            for line in lines_of(found):
+                print(line, flush=True)
+        if options.timeline is not None:
+            write_timeline(found, options.timeline, title)
 
 
 def _check_save(path: Path) -> None:

@@ -72,7 +72,7 @@ def _has_options(arguments: Sequence[str]) -> bool:
 
 def _check(config: TrainConfig, axes: dict[str, int], before: str = "") -> int:
     """Check a run's step, and print the result after `before`. Returns 1 for a hang, else 0."""
-    from ..train.hang_check import check_run  # imported here because torch takes seconds
+    from ..train.guard import check_run  # imported here because torch takes seconds
 
     result = check_run(config, axes)
     print(before + printable(str(result)) if not result.hangs else before + str(result))

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..predict.chip import Chip
 from ..predict.find_plans import FoundPlan, FoundPlans, search_plans
+from ..predict.forks import count_cores
 from ..predict.plans import Space
 from ..predict.search import Certificate
 from ..terminal import PROGRAM
@@ -50,6 +51,7 @@ def plan_and_print(
         memory=memory,
         flops=step_flops(config),
         within=within,
+        workers=count_cores(),
     )
     if not found.plans:
         certificate = found.certificate

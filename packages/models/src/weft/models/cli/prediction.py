@@ -12,9 +12,11 @@ from ..predict.advice import ChangedPlan, advise
 from ..predict.chip import Chip
 from ..predict.estimate import Estimate
 from ..predict.find_plans import parameters_of
+from ..predict.forks import Forks
 from ..predict.memory import MemoryParts
 from ..predict.plan_memory import PlanMemory
 from ..predict.plan_prices import PlanPrices
+from ..predict.plan_runs import PlanRun, PlanRuns
 from ..predict.plans import Candidate
 from ..predict.stage_traces import StageTraces
 from ..predict.timeline_picture import timeline_json, timeline_svg
@@ -26,7 +28,7 @@ from ..train.suggestions import NoOption, options_between
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A run's step on a chip. Made by `predict`."""
+    """A run's step on a chip. Made by `Predictor`."""
 
     config: TrainConfig  # without mesh and plan
     candidate: Candidate  # the run's mesh and plan
@@ -37,43 +39,71 @@ class Prediction:
     find_changed_plans: Callable[[], list[ChangedPlan]]  # calls `advise`, which takes seconds
 
 
-def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip, parts: MemoryParts | None = None) -> Prediction:
-    """Predict a run's step on a chip.
+class Predictor:
+    """Predicts a run's step on a chip.
 
-    config, axes: from `complete_configuration`. parts: of the step's memory, from `explain`; None to run the step.
-    Communication: none. Raises ValueError as `record`, and for a dtype without a peak in the chip.
+    config, axes: from `complete_configuration`. Raises ValueError as `candidate_of`.
     """
-    candidate = candidate_of(config, axes)
-    config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
-    workload = workload_of(config)
-    memory = PlanMemory(workload=workload, parameters=parameters_of(workload))
-    if parts is not None:
-        memory.learn(candidate, parts)
-    prices = PlanPrices(
-        workload=workload,
-        chip=chip,
-        processes=candidate.processes,
-        limit=chip.memory_bytes,
-        flops=step_flops(config),
-        memory=memory,
-        stages=StageTraces(workload=workload),
-        least_sizes={},
-    )
-    found, nbytes = prices.estimate(candidate, keep_spans=True), memory.peak(candidate)
 
-    def find_changed_plans() -> list[ChangedPlan]:
-        parts = {str(part): seconds for part, seconds in found.parts.items()}
-        return advise(prices, candidate, checker(config), seconds=found.seconds, parts=parts, memory_bytes=nbytes)
+    def __init__(self, config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> None:
+        self._candidate = candidate_of(config, axes)
+        self._config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
+        workload = workload_of(self._config)
+        self._prices = PlanPrices(
+            workload=workload,
+            chip=chip,
+            processes=self._candidate.processes,
+            limit=chip.memory_bytes,
+            flops=step_flops(self._config),
+            memory=PlanMemory(workload=workload, parameters=parameters_of(workload)),
+            stages=StageTraces(workload=workload),
+            least_sizes={},
+        )
 
-    return Prediction(
-        config=config,
-        candidate=candidate,
-        chip=chip,
-        limit=chip.memory_bytes,
-        estimate=found,
-        memory_bytes=nbytes,
-        find_changed_plans=find_changed_plans,
-    )
+    @property
+    def runs(self) -> tuple[Callable[..., Any], ...]:
+        """The functions for `Forks` that run steps on shapes."""
+        return self._prices.workload.run, self._prices.memory.run
+
+    def start(self, forks: Forks, *, has_parts: bool) -> None:
+        """Start the runs for `predict`. has_parts: whether `predict` is given the parts of the memory."""
+        PlanRuns(forks).start(self._needed(has_parts=has_parts))
+
+    def predict(self, forks: Forks, parts: MemoryParts | None = None) -> Prediction:
+        """The prediction.
+
+        parts: of the step's memory, from `ExplainedStep`; None to run the step. Communication: none.
+        Raises ValueError as `record`, and for a dtype without a peak in the chip.
+        """
+        prices, candidate, runs = self._prices, self._candidate, PlanRuns(forks)
+        if parts is not None:
+            prices.memory.learn(*prices.memory.run_for(candidate), parts)
+        runs.prepare(self._needed(has_parts=parts is not None))
+        found, nbytes = prices.estimate(candidate, keep_spans=True), prices.memory.peak(candidate)
+
+        def find_changed_plans() -> list[ChangedPlan]:
+            return advise(
+                *(prices, candidate, checker(self._config)),
+                seconds=found.seconds,
+                parts={str(part): seconds for part, seconds in found.parts.items()},
+                memory_bytes=nbytes,
+                runs=runs,
+            )
+
+        return Prediction(
+            config=self._config,
+            candidate=candidate,
+            chip=prices.chip,
+            limit=prices.limit,
+            estimate=found,
+            memory_bytes=nbytes,
+            find_changed_plans=find_changed_plans,
+        )
+
+    def _needed(self, *, has_parts: bool) -> list[PlanRun]:
+        prices, candidate = self._prices, self._candidate
+        peak = [] if has_parts else prices.peak_runs(candidate)
+        return [*peak, *prices.price_runs(candidate), *prices.even_runs([candidate.recompute])]
 
 
 def lines_of(found: Prediction) -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported.
+"""The configuration of a run, for `weft train` and commands with its options; checked before torch is imported.
 
-`--resume` implies values for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
+With `--resume`, options which are not given come from the earlier run's config.toml; the mesh only if it can be used
+again.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ NEWEST = "newest"  # the value of --resume without a path
 
 DEFAULT_RECIPE = "llama-tiny"
 TASK_LENGTH = 1024  # tokens, as in trl
-PREFERENCE_RATES = {"dpo": 1e-6, "kto": 1e-6}  # learning rates of all weights, as in trl
+PREFERENCE_RATES = {"dpo": 1e-6, "kto": 1e-6}  # trl's default learning rates, of training without adapters
 
 
 def read_configuration(
     arguments: Sequence[str], file: Path | None, *, command: str, about: str
 ) -> tuple[str | None, TrainConfig]:
-    """The recipe's name (None without a recipe) and the configuration, for `weft train` and `weft explain`.
+    """The recipe's name (None without a recipe) and the configuration, for `weft train` and commands with its options.
 
     Four sources give options, and later sources override earlier: the recipe, the resumed run's config.toml, the
     --config file, the command line.
-    arguments: the command's arguments, without options of the command alone, as --config. file: the value of --config,
-        None where not given.
-    command: "train" or "explain", for the help text.
+    arguments: the command's arguments, without options that are no part of a run's configuration, such as --config.
+    file: the value of --config, None where not given.
+    command: of `weft`, such as "train", for the help text.
     about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
-    Raises ValueError for unusable input, as a --model option which contradicts the folder of --from.
+    Raises ValueError for unusable input, such as a --model option which contradicts the folder of --from.
     """
     own_arguments = list(arguments)
     named_recipe = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
@@ -275,10 +276,10 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
 
 
 def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """The config of a resumed run, without mesh, and plan options of the mesh, if the mesh cannot be used again.
+    """The config of a resumed run. If its mesh cannot be used again, the mesh and the mesh's plan options are reset.
 
-    The mesh cannot be used if the command gives a different mesh, or if there are too few processes.
-    arguments: the arguments of the command.
+    The mesh cannot be used again if any --mesh option is given, or if there are too few processes.
+    arguments: those of the --config file and of the command.
     """
     try:
         sizes_for_processes(config)

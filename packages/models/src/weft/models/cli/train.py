@@ -22,9 +22,9 @@ from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_blocks, check_class, check_named_cuts, count_adapters
 from ..train.report import opening_lines
-from ..train.run import Run, axes_of, title_of
+from ..train.run import Run, axes_of, check_reference, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
-from ..train.task_config import reference_axes, reference_of
+from ..train.task_config import reference_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import OwnOptions, is_printing_rank, report_bad_input
@@ -140,7 +140,7 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             check_blocks(config.model, config.model_class)
     check_named_cuts(config)
     count_adapters(config)  # raises for targets that the model lacks
-    reference_axes(config, axes_of(pp=config.mesh.pp, dp=dp, cp=cp, tp=tp))  # raises for another number of processes
+    check_reference(config, axes_of(pp=config.mesh.pp, dp=dp, cp=cp, tp=tp))
     if from_ is not None and origin is not None:
         if config.task == "pretrain":
             check_tokens(f"--from {from_}", origin, config.model, corpus)

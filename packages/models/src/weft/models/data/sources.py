@@ -7,7 +7,9 @@ content of the shards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -15,24 +17,19 @@ from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, DataManifest, TokenShard, check_tokenizer, read_manifest
-from .text import Corpus, find_corpus
-from .tokenizer import Tokenizer, find_tokenizer
-
-if TYPE_CHECKING:
-    from .streams import ShardStream, Stream
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 from .byte_tokens import BYTE_END
 from .inputs import Columns, InputPart, LeftOut, find_parts, read_part
 from .kinds import FileKind, kind_of
-from .text import BytesOfText, entries_under, first_words
+from .manifest import MANIFEST, TOKENIZER_FOLDER, DataManifest, TokenShard, check_tokenizer, read_manifest
+from .text import BytesOfText, Corpus, entries_under, find_corpus, first_words
+from .tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
-    from .streams import RecordStream
+    from .streams import RecordStream, ShardStream, Stream
 
 COLUMNS = Columns()  # the field "text"
+# A weight as in "0.7", "2/3" or "1e-2". Without a bound, the digits of "1e999999999" would fill the memory.
+_WEIGHT = r"[0-9./]{1,20}([eE][+-]?[0-9]{1,2})?"
 MOST_BYTES = 1 << 30  # each process holds the texts in memory
 
 
@@ -278,21 +275,23 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
 def parse_mixture(path: Path | None, mixture: Sequence[str]) -> list[tuple[Path, Fraction]]:
     """The names and weights of a mixture given as "books=0.7". path: the value of data.path, None where not given.
 
-    Raises ValueError for a bad weight, and where `path` is given as well.
+    Raises ValueError for a bad weight, for a name given twice, and where `path` is given as well.
     """
     if path is not None:
         raise ValueError(f"data.path {path} and data.mixture are both given; give one of the two")
-    parts = []
+    parts: list[tuple[Path, Fraction]] = []
     for item in mixture:
         name, _, number = item.rpartition("=")
-        try:
-            weight = Fraction(number)
-        except (ValueError, ZeroDivisionError):
-            weight = Fraction(0)
+        weight = Fraction(0)
+        if re.fullmatch(_WEIGHT, number):
+            with suppress(ValueError, ZeroDivisionError):
+                weight = Fraction(number)
         if not name or weight <= 0:
             raise ValueError(
-                f"{item!r} in data.mixture is not FOLDER=WEIGHT with a weight above 0; write it like books=0.7"
+                f"{item!r:.200} in data.mixture is not FOLDER=WEIGHT with a weight above 0; write it like books=0.7"
             )
+        if Path(name) in dict(parts):
+            raise ValueError(f"{name} is given twice in data.mixture; give it once, with the sum of its weights")
         parts.append((Path(name), weight))
     return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..checks import check_choice, check_positive, check_probabilities, check_sizes, check_table
+from ..checks import check_positive, check_probabilities, check_sizes, check_table
 from ..config import ModelConfig
 
 Activation = Literal["gelu_new", "gelu"]
@@ -47,7 +47,6 @@ class GPTConfig(ModelConfig):
             raise ValueError(
                 f"GPTConfig: hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one"
             )
-        check_choice(self, "activation", ("gelu_new", "gelu"))
         check_positive(self, "norm_eps")
         check_probabilities(self, "embedding_dropout", "attention_dropout", "dropout")
 

@@ -76,6 +76,7 @@ class GPT(CausalModel[GPTConfig]):
         """Token embedding plus position embedding, [B, T, H]; no further arguments for blocks.
 
         positions: below max_seq_len; None: counted from `first`. Raises ValueError for a count beyond max_seq_len.
+        dropout_key: None where nothing is dropped.
         """
         if positions is None:
             positions = self._counted(tokens, first)  # [T]

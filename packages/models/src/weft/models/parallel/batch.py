@@ -164,18 +164,16 @@ class Batch:
     Call `model(batch.tokens, positions=batch.positions, ...)`. Each tensor carries the tokens' order: a model called
     without `positions=` finds the positions itself. A copy of the tokens has no order: a model called with the copy
     alone raises ValueError under context="all_gather".
-    tokens, targets: [B, T]; plain tensors on a mesh of one process.
-    positions, documents: None where the model needs none.
-    numbers: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
-    order: runs of consecutive tokens, [start, stop) of the sequence, in the order of the layout. Where rows are cut by
-        documents, a `RowOrders`: runs for each row given to `lay_out_batch`. None for reading order.
     """
 
-    tokens: Tensor
-    targets: Tensor | None
-    positions: Tensor | OrderedPositions | None
-    documents: Tensor | None
+    tokens: Tensor  #: [B, T]; a plain tensor on a mesh of one process
+    targets: Tensor | None  #: [B, T], as `tokens`. None where `lay_out_batch` got none.
+    positions: Tensor | OrderedPositions | None  #: [B, T], as `tokens`. None where the model needs none.
+    documents: Tensor | None  #: [B, T], as `tokens`. None where the model needs none.
+    #: runs of consecutive tokens, [start, stop) of the sequence, in the order of the layout. Where rows are cut by
+    #: documents, a `RowOrders`: runs for each row given to `lay_out_batch`. None for reading order.
     order: Runs | RowOrders | None
+    #: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
     numbers: Tensor | None = None
 
     def as_read(self, whole: Tensor) -> Tensor:

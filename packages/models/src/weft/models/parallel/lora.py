@@ -62,7 +62,7 @@ def lora(
         and "layers.*.mlp.experts.*_proj". "*_proj" matches every projection of attention, MLPs and experts. A pattern
         without a dot that matches no whole name is compared with the last part of names, as in peft: "q_proj" matches
         the projection of queries in every layer.
-    dtype: of A and B. By default the layer's own, but float32 beside a layer of 16 bits, in which small updates
+    dtype: of A and B. None: the layer's own, but float32 beside a layer of 16 bits, in which small updates
         would be lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's
         dtype, and returns the layer's dtype.
     dropout: the probability with which an element of an adapter's input is zeroed while training, as in peft; the

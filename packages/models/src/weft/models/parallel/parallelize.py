@@ -63,7 +63,7 @@ def parallelize(
     Returns `model`. Call the model with tokens as a DTensor sharded over the data axes; plain tokens count as
     replicated.
     plan: None for the model's own, `model.parallel_plan()`.
-    device_mesh: torch's name for `mesh`; give one of the two.
+    mesh, device_mesh: two names of an argument, as torch has the second; give one, and None for the other.
     Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process,
     parameters remain plain tensors. A model laid out already, by an equal plan on an equal mesh, is returned
     unchanged.
@@ -151,9 +151,12 @@ def _lay_out_on(
     for module_plan in context_plans:
         hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan, module_plan.name)
     hook_preparations(model, module_plans, mesh)
-    # Weights may wait only where a product's operand is the parameter, not its local tensor. And `exact` takes sums
-    # over rows op by op.
-    if not weights_wait and exact is None:
+    # Weights may wait only where a product's operand is the parameter, not its local tensor. And a rank which stands
+    # for several shards of the mesh of `exact` takes the sums over its rows shard by shard, op by op.
+    on_named_mesh = exact is None or mesh.shape == tuple(
+        exact.get(axis, mesh.axis_size(axis)) for axis in mesh.axis_names
+    )
+    if not weights_wait and on_named_mesh:
         recomputes = any(module_plan.plan.recompute != "none" for module_plan in recompute_plans)
         hook_rows(model, mesh, by_block=in_stage is not None or stored_layouts != layouts or recomputes)
     hook_zero(model, module_plans, layouts, stored_layouts)

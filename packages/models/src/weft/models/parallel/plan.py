@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import get_args
 
+from ..checks import check_kinds
 from ..exact import check_parts, check_sizes
 from ..plan_options import Context, Recompute, TokenTransport, Zero
 from ..schedules.pipeline_plan import PipelinePlan
@@ -14,29 +14,25 @@ from .styles import TENSOR_AXIS, Preparation, Style, as_styles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """How the experts of mixtures are sharded over ranks, and how tokens reach the experts. A plan's field `experts`.
+    """How the experts of mixtures are sharded over ranks, and how tokens reach the experts: `ParallelPlan.experts`.
 
-    size: of the axis "ep": each rank along "ep" holds 1 / size of the experts. The axis adds no ranks; the ranks of
-        dp x cp are divided into dp x ep.
-    over_tp: divide the ranks of dp x cp x tp instead. Experts are then whole on a rank, instead of split over "tp".
-    tokens: "exchange" sends a token once to each rank with any of the token's experts; the host reads the counts from
-        the device once a layer. "gather" brings all tokens to every rank along "ep"; the host never waits. None takes
-        the cheaper by experts/price.py.
     Raises ValueError for a size below 1, and for an unknown value of tokens.
     """
 
+    #: size of the axis "ep": each rank along "ep" holds 1 / size of the experts. The axis adds no ranks; the ranks of
+    #: dp x cp are divided into dp x ep.
     size: int = 1
+    #: divide the ranks of dp x cp x tp instead. Experts are then whole on a rank, instead of split over "tp".
     over_tp: bool = False
+    #: "exchange" sends a token once to each rank with any of the token's experts; the host reads the counts from the
+    #: device once a layer. "gather" brings all tokens to every rank along "ep"; the host never waits. None takes the
+    #: cheaper by experts/price.py.
     tokens: TokenTransport | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"ExpertPlan: size is {self.size!r}; it must be an int >= 1")
-        if self.tokens is not None and self.tokens not in get_args(TokenTransport):
-            raise ValueError(
-                f"ExpertPlan: tokens is {self.tokens!r}; it must be None or one of "
-                f"{', '.join(map(repr, get_args(TokenTransport)))}"
-            )
+        check_kinds(None, self)
+        if self.size < 1:
+            raise ValueError(f"ExpertPlan: size is {self.size}; it must be 1 or more")
 
     @property
     def folds_tensor_axis(self) -> bool:
@@ -52,66 +48,54 @@ class ExpertPlan:
 class ParallelPlan:
     """How a model is laid out on a mesh; `parallelize` carries the plan out.
 
-    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or several
-        styles: a style for the parameters, and preparations of inputs and outputs. "" names the model itself.
-    sequence: shard the activations between tensor-parallel layers along the tokens (dim 1) over "tp". Each
-        all-reduce becomes a reduce-scatter and an all-gather at the same place.
-    context: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values.
-        "ulysses" (Jacobs et al. 2023) exchanges shards of tokens for shards of heads, for queries, keys and values,
-        and back for the output. With None, tokens sharded over "cp" are refused.
-    windows: by attention layer of the model, None for a layer without a window; () for a model without windows. With
-        context="all_gather", `lay_out_batch` balances the work of all layers together. `parallel_plan()` sets windows.
-    pipeline: how the model is cut along the axis "pp", and in which order microbatches go through the stages.
-    loss_parallel: leave the logits sharded on the vocabulary, for a loss on sharded logits.
-    recompute: the activations that forward drops and backward computes again, block by block. "full": the whole block;
-        "selective": all but products by weights and the results of communication. Numbers keep their bits.
-    blocks: the names of the blocks, wildcards allowed; of nested matching modules, the outermost.
-    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters and the optimizer's states are stored
-        sharded over the data axes; every forward pass gathers the parameters, or `forward_backward` once for all
-        microbatches. With 2, gradients are never added up in full size: every backward pass communicates. With 3, a
-        block's parameters are gathered before the block computes, freed after, and gathered again in backward; a
-        pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
-    zero_over: the data axes to shard over; None for all data axes of the mesh, as "dp" and "cp".
-    regather: with zero=3, False keeps the gathered parameters from forward to backward.
-    experts: see `ExpertPlan`. None leaves experts on the model's own mesh: replicated over the data axes, and split
-        over "tp" by the style `ExpertParallel`.
-    exact: the sizes of a named mesh, as {"dp": 4, "tp": 2}. Numbers are added as on the named mesh. Losses, gradients
-        and weights then have equal bits on every mesh whose axes divide the named axes, under any pipeline, zero and
-        recompute. Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1.
-        `sequence` is set where "tp" is above 1. A mesh or option that would change the bits is refused, here or by
-        `parallelize`.
-    parts: the plans of models within the model, by module name; see `merge`.
+    A model's `parallel_plan()` makes the usual plan; `dataclasses.replace` changes options.
     Raises ValueError for a value of a wrong type, for an unknown option, and for `parts` together with a further field.
     """
 
+    #: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or several
+    #: styles: a style for the parameters, and preparations of inputs and outputs. "" names the model itself.
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
+    #: shard the activations between tensor-parallel layers along the tokens (dim 1) over "tp". Each all-reduce becomes
+    #: a reduce-scatter and an all-gather at the same place.
     sequence: bool = False
+    #: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values. "ulysses"
+    #: (Jacobs et al. 2023) exchanges shards of tokens for shards of heads, for queries, keys and values, and back for
+    #: the output. With None, tokens sharded over "cp" are refused.
     context: Context | None = None
+    #: by attention layer of the model, None for a layer without a window; () for a model without windows. With
+    #: context="all_gather", `lay_out_batch` balances the work of all layers together. `parallel_plan()` sets windows.
     windows: tuple[int | None, ...] = ()
+    #: how the model is cut along the axis "pp", and in which order microbatches go through the stages. None: not cut.
     pipeline: PipelinePlan | None = None
-    loss_parallel: bool = True
+    loss_parallel: bool = True  #: leave the logits sharded on the vocabulary, for a loss on sharded logits
+    #: the activations that forward drops and backward computes again, block by block. "full": the whole block;
+    #: "selective": all but products by weights and the results of communication. Numbers keep their bits.
     recompute: Recompute = "none"
+    #: the names of the blocks, wildcards allowed; of nested matching modules, the outermost
     blocks: tuple[str, ...] = ("layers.*",)
+    #: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters and the optimizer's states are stored sharded
+    #: over the data axes; every forward pass gathers the parameters, or `forward_backward` once for all microbatches.
+    #: With 2, gradients are never added up in full size: every backward pass communicates. With 3, a block's parameters
+    #: are gathered before the block computes, freed after, and gathered again in backward; a pipeline stage's
+    #: parameters are gathered once a step and freed when all microbatches are done.
     zero: Zero = 0
+    #: the data axes to shard over; None for all data axes of the mesh, as "dp" and "cp"
     zero_over: Sequence[str] | None = None
-    regather: bool = True
+    regather: bool = True  #: with zero=3, False keeps the gathered parameters from forward to backward
+    #: how experts are sharded over "ep". None leaves experts on the model's own mesh: replicated over the data axes,
+    #: and split over "tp" by the style `ExpertParallel`.
     experts: ExpertPlan | None = None
+    #: the sizes of a named mesh, as {"dp": 4, "tp": 2}. Numbers are added as on the named mesh. Losses, gradients and
+    #: weights then have equal bits on every mesh whose axes divide the named axes, under any pipeline, zero and
+    #: recompute. Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1. `sequence`
+    #: is set where "tp" is above 1. A mesh or option that would change the bits is refused, here or by `parallelize`.
+    #: None: numbers are added as the mesh of the run adds them.
     exact: Mapping[str, int] | None = None
+    #: the plans of models within the model, by module name; see `merge`
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.context is not None and self.context not in get_args(Context):
-            raise ValueError(
-                f"ParallelPlan: context is {self.context!r}; it must be None or one of "
-                f"{', '.join(map(repr, get_args(Context)))}"
-            )
-        if self.recompute not in get_args(Recompute):
-            raise ValueError(
-                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of "
-                f"{', '.join(map(repr, get_args(Recompute)))}"
-            )
-        if isinstance(self.zero, bool) or self.zero not in get_args(Zero):
-            raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
+        check_kinds(None, self)
         if isinstance(self.zero_over, str) or (self.zero_over is not None and not self.zero_over):
             raise ValueError(
                 f"ParallelPlan: zero_over is {self.zero_over!r}; give the names of axes, as ('dp',), or None"

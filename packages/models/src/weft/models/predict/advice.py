@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from ..schedules.schedule import ScheduleName
-from .plan_prices import ACTIVATIONS, TIME, PlanPrices
+from .forks import Forks
+from .plan_prices import PlanPrices
+from .plan_runs import PlanRuns
 from .plans import RECOMPUTES, ZEROS, Candidate
-from .search import Bound, search
 
 MOST = 5  # plans returned
 TRIED = 8  # plans tried; a price costs a run on shapes
@@ -38,15 +40,17 @@ def advise(
     seconds: float,
     parts: Mapping[str, float],
     memory_bytes: int,
+    runs: PlanRuns | None = None,
 ) -> list[ChangedPlan]:
-    """Search changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
+    """Price changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
 
     Of a candidate over the memory: the changes within the memory, whatever their seconds.
     seconds, parts, memory_bytes: of the candidate's prediction. check: as for `enumerate_candidates`.
+    runs: makes runs on shapes in several processes; None: they are made here.
     Called by `weft explain --chip`. Communication: none.
     """
+    runs = runs or PlanRuns(Forks(count=1))
     fits, is_compiled = memory_bytes <= prices.limit, prices.workload.is_compiled
-    compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
     most = seconds * (1 - WORTH) if fits else math.inf  # of a change's step
 
     def is_allowed(change: Candidate) -> bool:
@@ -56,36 +60,39 @@ def advise(
             return False
         return change != candidate and prices.weights_bound(change) < math.inf
 
-    def time_bound(change: Candidate) -> float:
-        if change == candidate or change.recompute != candidate.recompute:
-            return 0.0  # a trace for the bound alone costs as much as the price
-        floor = prices.even_bound(change)
-        return math.inf if floor > most else floor
+    def may_be_faster(change: Candidate) -> bool:
+        # With another recompute, a trace for the bound alone costs as much as the price.
+        return change.recompute != candidate.recompute or prices.even_bound(change) <= most
 
-    def memory_bound(change: Candidate) -> float:
+    def is_within_memory(change: Candidate) -> bool:
         try:
-            return 0.0 if prices.fits(change) else math.inf
+            return prices.fits(change)
         except ValueError:  # refused by the model
-            return math.inf
-
-    def price(change: Candidate) -> tuple[float, None]:
-        changed = (compiled if change == candidate else prices).price(change)[0]
-        return (changed if changed <= most else math.inf), None
+            return False
 
     changes = list(filter(is_allowed, neighbors(candidate, parts) if fits else for_memory(candidate)))
+    if fits:
+        runs.prepare(prices.even_runs([candidate.recompute]))
+        changes = list(filter(may_be_faster, changes))
+    else:  # the memory leaves out most changes
+        runs.prepare([run for each in changes for run in prices.fit_runs(each)])
+        changes = list(filter(is_within_memory, changes))
+    runs.prepare([run for each in changes for run in prices.price_runs(each)])
+    priced = [(prices.price(each)[0], each) for each in changes]
     if fits and not is_compiled and prices.chip.threads is None:
-        changes.append(candidate)  # stands for the same plan with compiled blocks
-    # The bound that leaves out most changes: a step too long, or else a memory above the limit.
-    bound = Bound(TIME, time_bound) if fits else Bound(ACTIVATIONS, memory_bound)
-    found = search(changes, [bound], price, fits=prices.fits, keep=MOST).found
+        compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
+        priced.append((compiled.price(candidate)[0], candidate))  # stands for the same plan with compiled blocks
+    faster = sorted((each for each in priced if each[0] <= most), key=lambda each: (each[0], each[1].complexity))
+    faster = [each for each in faster if each[0] < math.inf]
+    runs.prepare([run for _, each in faster[:MOST] for run in prices.fit_runs(each)])
     return [
         ChangedPlan(
-            candidate=each.candidate,
-            is_compiled=is_compiled or each.candidate == candidate,
-            seconds=each.seconds,
-            memory_bytes=prices.memory.peak(each.candidate),
+            candidate=each,
+            is_compiled=is_compiled or each == candidate,
+            seconds=changed,
+            memory_bytes=prices.memory.peak(each),
         )
-        for each in found
+        for changed, each in islice((found for found in faster if is_within_memory(found[1])), MOST)
     ]
 
 

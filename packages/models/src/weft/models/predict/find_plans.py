@@ -21,8 +21,10 @@ from .bounds import Parameters
 from .chip import Chip, load_chip
 from .estimate import Estimate
 from .events import Compute
+from .forks import Forks
 from .plan_memory import PlanMemory, least_tp
 from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices, least_sizes
+from .plan_runs import PlanRuns, unmade
 from .plans import Candidate, Space, enumerate_candidates
 from .search import Bound, Certificate, search
 from .stage_traces import StageTraces, least_two
@@ -36,11 +38,11 @@ class FoundPlan:
     candidate: Candidate
     mesh: ProcessMesh
     plan: ParallelPlan
-    seconds: float  # of a step
-    tokens_per_second: float  # over all processes
+    seconds: float  #: of a step
+    tokens_per_second: float  #: over all processes
     mfu: float
-    memory_bytes: int  # of the fullest rank, an upper bound
-    parts: Mapping[str, float]  # seconds of a step by part, as of `Estimate.parts`
+    memory_bytes: int  #: of the fullest rank, an upper bound
+    parts: Mapping[str, float]  #: seconds of a step by part, as of `Estimate.parts`
 
     def slower_by(self, best: FoundPlan) -> tuple[str, float]:
         """The part with the largest excess over `best`'s, and the excess in seconds."""
@@ -67,6 +69,7 @@ def find_plans(
     compiled: bool = False,
     keep: int = 10,
     within: float = math.inf,
+    workers: int = 1,
     **options: Any,
 ) -> FoundPlans:
     """The fastest plans to train `model` on `processes` chips, by prediction: no process is started.
@@ -78,6 +81,8 @@ def find_plans(
     memory: bytes for a rank; None for the chip's.
     dtype: of the layers' computation, by autocast. compiled: whether blocks are compiled.
     keep: the number of results. within: seconds after which no further plan is priced; see `Certificate.left`.
+    workers: processes forked from this one, which run steps on shapes; 1: none. Results do not depend on workers. Fork
+        no program with threads of its own.
     options: further fields of `Workload`: criterion, inputs, clip_norm, reduce_dtype, states, update.
     Communication: none.
     Raises ValueError for an unknown chip, for processes or a batch below 1, where no plan can run, and where no plan
@@ -96,7 +101,10 @@ def find_plans(
         if hasattr(getattr(model, "config", None), "parallel_sizes"):
             check_tensor_parallel(model.config, candidate.tp)  # type: ignore[arg-type]
 
-    return search_plans(workload, space, found_chip, check=check, memory=memory, keep=keep, within=within, flops=None)
+    return search_plans(
+        *(workload, space, found_chip),
+        check=check, memory=memory, keep=keep, within=within, workers=workers,
+    )  # fmt: skip
 
 
 def search_plans(
@@ -109,6 +117,7 @@ def search_plans(
     flops: float | None = None,
     keep: int = 10,
     within: float = math.inf,
+    workers: int = 1,
 ) -> FoundPlans:
     """Find the fastest plans of a space. Called by `find_plans` and by the command `weft plan`.
 
@@ -133,22 +142,28 @@ def search_plans(
     plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(enumeration.accepted))
     tp, cp = least_two(enumeration.accepted)
     stages = StageTraces(workload=workload, tp=tp, cp=cp, num_experts=space.num_experts)
-    prices = PlanPrices(
-        workload=workload,
-        chip=chip,
-        processes=space.processes,
-        limit=limit,
-        flops=traced_flops(workload) if flops is None else flops,
-        memory=plan_memory,
-        stages=stages,
-        least_sizes=least_sizes(enumeration.accepted),
-    )
-    outcome = search(
-        *(enumeration.accepted, prices.bounds(), prices.price),
-        fits=prices.fits, keep=keep, within=within, refused=enumeration.refused,
-    )  # fmt: skip
-    if not outcome.found and outcome.certificate.is_complete:
-        raise ValueError(_nothing_fits(plan_memory, enumeration.accepted, limit, states, within))
+    with Forks(workload.run, plan_memory.run, count=workers) as forks:
+        runs = PlanRuns(forks)
+        if flops is None:
+            runs.prepare(unmade([(workload, *workload.run_for(Candidate()))]))
+        prices = PlanPrices(
+            workload=workload,
+            chip=chip,
+            processes=space.processes,
+            limit=limit,
+            flops=traced_flops(workload) if flops is None else flops,
+            memory=plan_memory,
+            stages=stages,
+            least_sizes=least_sizes(enumeration.accepted),
+        )
+        runs.prepare(prices.even_runs({each.recompute: None for each in enumeration.accepted}))
+        outcome = search(
+            *(enumeration.accepted, prices.bounds(), prices.price),
+            fits=prices.fits, keep=keep, within=within, refused=enumeration.refused,
+            price_runs=prices.price_runs, fit_runs=prices.fit_runs, prepare=runs.prepare,
+        )  # fmt: skip
+        if not outcome.found and outcome.certificate.is_complete:
+            raise ValueError(_nothing_fits(prices, enumeration.accepted, states, within, runs))
     plans = tuple(
         _found_plan(workload, each.candidate, each.price, plan_memory.peak(each.candidate)) for each in outcome.found
     )
@@ -213,10 +228,17 @@ def _found_plan(workload: Workload, candidate: Candidate, found: Estimate, nbyte
     )
 
 
-def _nothing_fits(memory: PlanMemory, candidates: list[Candidate], limit: int, states: float, within: float) -> str:
+def _nothing_fits(prices: PlanPrices, candidates: list[Candidate], states: float, within: float, runs: PlanRuns) -> str:
     """The error message of a search without results. Searches for the plan with the least memory, to name this plan."""
-    bounds = [Bound(WEIGHTS, memory.weights_floor, is_eager=True), Bound(ACTIVATIONS, memory.floor)]
-    least = search(candidates, bounds, lambda each: (float(memory.peak(each)), None), keep=1, within=within).found
+    memory, limit = prices.memory, prices.limit
+    bounds = [
+        Bound(WEIGHTS, memory.weights_floor, is_eager=True),
+        Bound(ACTIVATIONS, memory.floor, runs=prices.floor_runs),
+    ]
+    least = search(
+        *(candidates, bounds, lambda each: (float(memory.peak(each)), None)),
+        keep=1, within=within, price_runs=prices.peak_runs, prepare=runs.prepare,
+    ).found  # fmt: skip
     takes = f"the least that one takes is {gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""
     return (
         f"none of {len(candidates):,} plans fits {gib(limit)} of memory; {takes}give that much memory, fewer tokens, "

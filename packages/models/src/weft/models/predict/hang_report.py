@@ -36,12 +36,12 @@ class _Side:
 class Hang:
     """A hang: ranks wait for ever, or two calls do not fit. Returned by `find_hang`, `check_hangs`, `check_plan`."""
 
-    kind: Literal["mismatch", "missing", "cycle"]  # calls do not fit; a call never comes; ranks wait in a circle
+    kind: Literal["mismatch", "missing", "cycle"]  #: calls do not fit; a call never comes; ranks wait in a circle
     reason: str
-    sides: tuple[_Side, _Side]  # of "missing", the second has no call
-    waits: tuple[str, ...] = ()  # a line for each waiting call, from rank to rank, with the reason
-    rule: Rule = "gloo"  # under which the ranks hang; "nccl": not under gloo's
-    note: str = ""  # of "missing": the likely cause, where found
+    sides: tuple[_Side, _Side]  #: of "missing", the second has no call
+    waits: tuple[str, ...] = ()  #: a line for each waiting call, from rank to rank, with the reason
+    rule: Rule = "gloo"  #: under which the ranks hang; "nccl": not under gloo's
+    note: str = ""  #: of "missing": the likely cause, where found
 
     hangs = True
 

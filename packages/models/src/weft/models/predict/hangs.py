@@ -35,10 +35,10 @@ _RULES: tuple[Rule, ...] = ("gloo", "nccl")
 class NoHang:
     """No rank waits for another for ever. Returned by `find_hang`, `check_hangs` and `check_plan`."""
 
-    ranks: int  # ranks for which the proof holds
-    kinds: int  # kinds of ranks: ranks of a kind issue the same calls, each rank on its own groups
-    recorded: int  # ranks whose program was recorded
-    calls: int  # collectives, sends and receives of the rank with the most
+    ranks: int  #: ranks for which the proof holds
+    kinds: int  #: kinds of ranks: ranks of a kind issue the same calls, each rank on its own groups
+    recorded: int  #: ranks whose program was recorded
+    calls: int  #: collectives, sends and receives of the rank with the most
 
     hangs = False
 

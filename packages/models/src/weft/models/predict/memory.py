@@ -185,9 +185,9 @@ def stage_peaks(parts: MemoryParts, schedule: Schedule, ranges: Sequence[tuple[i
             f"not know for how long their operands stay; call predict_memory for each stage"
         )
     found = []
-    for rank, stages in enumerate(schedule.stages):
+    for stages, held in zip(schedule.stages, schedule.in_flight(), strict=True):
         blocks = sum(ranges[stage][1] - ranges[stage][0] for stage in stages)
-        in_flight = schedule.in_flight()[rank] / len(stages)
+        in_flight = held / len(stages)
         is_last = schedule.num_stages - 1 in stages
         found.append(compose(parts, blocks=blocks, in_flight=in_flight, is_first=0 in stages, is_last=is_last))
     return found

@@ -45,19 +45,22 @@ def time_pipeline(
     world: int | None = None,
     keep_spans: bool = False,
 ) -> Timeline:
-    """The timeline of a pipeline's step. `Timeline.parts`: of the rank whose gradients are ready last.
+    """The timeline of a pipeline's step.
 
-    trace: of a stage with all blocks, from `trace_step`. A stage runs the segments of the stage's blocks. The first
-        stage also runs the segments before the blocks, the last stage the segments after the blocks. The first and the
-        last microbatch of the trace are the schedule's first and last; the second stands for all between.
+    `Timeline.parts` are of the rank whose gradients are ready last, with the update of the slowest rank.
+    trace: from `trace_step`, of one stage that holds all blocks of the model. A stage runs the segments of the stage's
+        blocks. The first stage also runs the segments before the blocks, the last stage the segments after the blocks.
+        The first and the last microbatch of the trace are the schedule's first and last; the second stands for all
+        between.
     stages: the blocks of each stage; None: `even_stages`.
     stride: the distance in ranks of neighbours along "pp".
     compiled, world: as for `time_step`. keep_spans: whether to fill `Timeline.spans`.
-    First, all ranks at once gather the parameters of their stages. Then an action takes as long as on the stage alone,
-    and a message of `trace.message_bytes` delays the receiver. Where the schedule splits backwards, the action W has
-    the products of weight gradients. Gradients are summed over the data axes after a rank's last action, because
-    `Pipeline.find_gradients` pauses their sync. All ranks take part in the norm: the update begins when the last rank's
-    gradients are ready, and ends on the rank with the most parameters.
+    First, all ranks at once gather the parameters of their stages. Then each action takes the time which the action
+    would take if the stage ran alone, and a message of `trace.message_bytes` delays the receiver. A schedule may split
+    each backward into I, the gradients of inputs, and W, the gradients of weights: the products of weight gradients are
+    then in W. Gradients are summed over the data axes after a rank's last action, because `Pipeline.find_gradients`
+    pauses their sync. The norm of the gradients needs all ranks, so all updates begin when the last rank's gradients
+    are ready. The step ends with the slowest update.
     Raises ValueError for stages unfit for the schedule or the trace.
     """
     stages = even_stages(trace.num_blocks, schedule.num_stages) if stages is None else stages
@@ -100,7 +103,7 @@ Position = Literal["first", "between", "last"]  # of a microbatch in the step
 
 
 def _traced_microbatch(position: Position, times: Sequence[int]) -> int:
-    """The number of the trace's microbatch with the work of a schedule's microbatch at `position`."""
+    """The number of the trace's microbatch that stands for a schedule's microbatch at `position`."""
     return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
 
 
@@ -116,7 +119,7 @@ class _FlowStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """A schedule's actions, each after the actions needed. Computed once for a schedule."""
+    """A schedule's actions, in an order in which each comes after the actions it needs. Computed once a schedule."""
 
     ranks: int
     steps: tuple[_FlowStep, ...]
@@ -230,7 +233,7 @@ class _Prices:
     ) -> Iterator[tuple[tuple[int, ...], int]]:
         """The work of stages in a phase, in order: (indices of the trace's segments, repetitions in a row).
 
-        gathers: take only the segments with nothing but gathers of parameters; False: take all further segments.
+        gathers: take only the segments with nothing but gathers of parameters; False: take all other segments.
         """
         own = [block for stage in stages for block in range(*self._stages[stage])]
         places: dict[str, list[int]] = {"before": [], "after": []}

@@ -64,8 +64,8 @@ class PlanMemory:
     def known_floor(self, candidate: Candidate) -> float:
         """A lower bound of `peak` like `floor`, from the runs on shapes made until now: without a further run.
 
-        A block's saved bytes are a + b * rows, with a and b by the options of `_SAVED_BY`: of a fraction of the rows,
-        at least that fraction.
+        The saved bytes are a + b * rows, with a and b by the options of `_SAVED_BY`: of a fraction of the rows, at
+        least that fraction.
         """
         rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
         saved = 0.0
@@ -73,18 +73,20 @@ class PlanMemory:
             for (known, known_rows), parts in self._parts.items():
                 if parts is not None and _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
                     share = min(1.0, rows / -(-known_rows // known.dp))
-                    saved = max(saved, share * parts.saved_per_block + parts.shared_per_block / in_flight(candidate))
+                    saved = max(saved, share * self._saved_by(candidate, parts))
         return self._floor(candidate, saved)
 
     def _floor(self, candidate: Candidate, saved: float) -> float:
-        """`floor`, given the least bytes that a block saves for a microbatch."""
-        blocks = layers_of_stages(len(self.parameters.in_blocks), candidate.pp)[0]
+        """`floor`, given the least bytes that rank 0 saves for a microbatch."""
         adds = candidate.microbatches > in_flight(candidate) and candidate.schedule != "zero_bubble"
-        with_saved = self.weights_floor(candidate, gradients=adds) + saved * blocks * in_flight(candidate)
+        with_saved = self.weights_floor(candidate, gradients=adds) + saved * in_flight(candidate)
+        if candidate.zero == 3 and candidate.pp == 1 and self.parameters.in_blocks:
+            # The backward pass begins with the last block, whose parameters are gathered.
+            with_saved += self.parameters.in_blocks[-1] / candidate.tp * (1 - 1 / candidate.data_ranks)
         return max(self.weights_floor(candidate), with_saved)
 
     def _saved_floor(self, candidate: Candidate) -> float:
-        """A lower bound of the bytes that a block saves for a microbatch, with a share of what microbatches share.
+        """A lower bound of the bytes that rank 0 saves for a microbatch, with a share of what microbatches share.
 
         The bytes are a + b * tokens: copies of weights in another dtype do not depend on tokens. a and b follow from
         one row and from two. Tensors gathered over "cp" are left out.
@@ -94,23 +96,34 @@ class PlanMemory:
         return of_row if rows == 1 else of_row + (self._saved_at(candidate, 2) - of_row) * (rows - 1)
 
     def _saved_at(self, candidate: Candidate, rows: int) -> float:
-        """A lower bound of the bytes that a block saves for `rows` rows, by the candidate's options and tp.
+        """A lower bound of the bytes that rank 0 saves for `rows` rows, by the candidate's options and tp.
 
         The bytes are a + b / tp. For a larger tp than the two of `least_tp`, a and b follow from these two.
         """
-        first, second = self.least_tp
-        if candidate.tp <= second:
+        if candidate.tp <= self.least_tp[1]:
             return self._saved(candidate, candidate.tp, rows)
+        first, second = self.least_tp
         at_first, at_second = (self._saved(candidate, tp, rows) for tp in (first, second))
         divided = (at_first - at_second) / (1 / first - 1 / second)
         return at_second - divided * (1 / second - 1 / candidate.tp)
 
     def _saved(self, candidate: Candidate, tp: int, rows: int) -> float:
-        sequence = candidate.sequence and tp > 1
-        stage: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": RUN_MICROBATCHES}
-        options = stage if candidate.pp > 1 else {}
-        parts = self._parts_of(Candidate(**options, tp=tp, recompute=candidate.recompute, sequence=sequence), rows)
-        return 0.0 if parts is None else parts.saved_per_block + parts.shared_per_block / in_flight(candidate)
+        parts = self._parts_of(_floor_run(candidate, tp), rows)
+        return 0.0 if parts is None else self._saved_by(candidate, parts)
+
+    def _saved_by(self, candidate: Candidate, parts: MemoryParts) -> float:
+        """The bytes that rank 0 saves for a microbatch, with a share of what microbatches share."""
+        blocks = layers_of_stages(len(self.parameters.in_blocks), candidate.pp)[0]
+        per_block = parts.saved_per_block + parts.shared_per_block / in_flight(candidate)
+        return blocks * per_block + parts.saved_before + (parts.saved_after if candidate.pp == 1 else 0.0)
+
+    def floor_runs(self, candidate: Candidate) -> list[tuple[Candidate, int]]:
+        """The arguments of the runs by `run` from which `floor` follows."""
+        if candidate.ep > 1:
+            return []
+        tps = (candidate.tp,) if candidate.tp <= self.least_tp[1] else self.least_tp
+        counts = (1,) if candidate.rows_on_rank(self.workload.rows) == candidate.cp else (1, 2)
+        return [(_floor_run(candidate, tp), rows) for rows in counts for tp in tps]
 
     def peak(self, candidate: Candidate) -> int:
         """An upper bound of the bytes of the candidate's fullest rank in a step.
@@ -123,7 +136,7 @@ class PlanMemory:
         return self._exact[key]
 
     def _peak(self, candidate: Candidate) -> int:
-        parts = self._parts_of(*self._run_for(candidate))
+        parts = self._parts_of(*self.run_for(candidate))
         if candidate.pp == 1:
             blocks = len(self.parameters.in_blocks)
             return self._whole(candidate) if parts is None else compose(parts, blocks=blocks).nbytes
@@ -133,29 +146,35 @@ class PlanMemory:
         ranges = even_stages(len(self.parameters.in_blocks), schedule.num_stages)
         return max(each.nbytes for each in stage_peaks(parts, schedule, ranges))
 
-    def _run_for(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """The candidate to run on shapes in place of a candidate, and the rows of a microbatch."""
+    def run_for(self, candidate: Candidate) -> tuple[Candidate, int]:
+        """The arguments of `run` for `peak`: a candidate in place of the candidate, and the rows of a microbatch."""
         run = replace(candidate, microbatches=min(candidate.microbatches, RUN_MICROBATCHES))
         if run.pp > 1:
             run = replace(run, pp=2, schedule="1f1b", chunks=1, zero=2 if run.zero == 3 else run.zero)
         return run, self.workload.rows // candidate.microbatches
 
-    def learn(self, candidate: Candidate, parts: MemoryParts) -> None:
-        """Take over the parts of rank 0 in the candidate's step, found before by `memory_parts`."""
-        self._parts[self._run_for(candidate)] = parts
+    def knows(self, candidate: Candidate, rows: int) -> bool:
+        """Whether the run with these arguments was made."""
+        return (candidate, rows) in self._parts
+
+    def learn(self, candidate: Candidate, rows: int, parts: MemoryParts | None) -> None:
+        """Take over the result of the run with these arguments."""
+        self._parts[candidate, rows] = parts
 
     def _parts_of(self, candidate: Candidate, rows: int) -> MemoryParts | None:
+        """`run`, made once."""
+        if not self.knows(candidate, rows):
+            self.learn(candidate, rows, self.run(candidate, rows))
+        return self._parts[candidate, rows]
+
+    def run(self, candidate: Candidate, rows: int) -> MemoryParts | None:
         """`memory_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.
 
         Raises ValueError for a candidate refused by the model.
         """
-        key = candidate, rows
-        if key not in self._parts:
-            model = self._short_model()
-            self._parts[key] = None if model is None else self._run(model, candidate, rows)
-        return self._parts[key]
-
-    def _run(self, model: nn.Module, candidate: Candidate, rows: int) -> MemoryParts:
+        model = self._short_model()
+        if model is None:
+            return None
         mesh, plan = ProcessMesh.grid(**candidate.axes), self.workload.plan_of(candidate)
         shape = self._shape(candidate.microbatches, rows)
         with self.workload.autocast():
@@ -194,6 +213,13 @@ class PlanMemory:
         if not self._models:
             self._models.append(_shorten(self.workload))
         return self._models[0]
+
+
+def _floor_run(candidate: Candidate, tp: int) -> Candidate:
+    """The candidate to run for `PlanMemory.floor`, with the options on which a block's saved bytes depend."""
+    stage: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": RUN_MICROBATCHES}
+    options = stage if candidate.pp > 1 else {}
+    return Candidate(**options, tp=tp, recompute=candidate.recompute, sequence=candidate.sequence and tp > 1)
 
 
 def least_tp(candidates: Iterable[Candidate]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ..plan_options import Recompute
 from .bounds import (
     DataWork,
     StageWork,
@@ -20,6 +21,7 @@ from .chip import Chip
 from .estimate import Estimate, estimate
 from .events import Compute, Start, Trace
 from .plan_memory import PlanMemory
+from .plan_runs import PlanRun, unmade
 from .plans import Candidate
 from .price import fuse, seconds_of, transfer
 from .search import Bound
@@ -57,10 +59,10 @@ class PlanPrices:
         return [
             Bound(WEIGHTS, self.weights_bound, is_eager=True),
             Bound(TIME, self.even_bound, is_eager=True),
-            Bound(TIME, self.work_bound),
-            Bound(ACTIVATIONS, self.activations_bound),
-            Bound(TIME, self.data_bound),
-            Bound(TIME, self.stage_bound),
+            Bound(TIME, self.work_bound, runs=self._work_runs),
+            Bound(ACTIVATIONS, self.activations_bound, runs=self.floor_runs),
+            Bound(TIME, self.data_bound, runs=self._data_runs),
+            Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
         ]
 
     # -- memory
@@ -84,7 +86,7 @@ class PlanPrices:
 
     def even_bound(self, candidate: Candidate) -> float:
         """Seconds if the ranks divided all work evenly and without communication, at the best rates."""
-        key = Candidate(**STAGE, recompute=candidate.recompute)
+        key = _even_stage(candidate.recompute)
         work = self._floors(key, 1, 1)
         return self._of_stages(work, (key, 1, 1), candidate, self._share(candidate) / candidate.tp / candidate.cp)
 
@@ -93,8 +95,7 @@ class PlanPrices:
         if candidate.ep == 1:
             return 0.0
         tp, cp = candidate.tp, candidate.cp
-        least_tp, least_cp = self.least_sizes.get(candidate.context, (1, 1))
-        key = _stage_of(candidate, tp=least_tp if tp > 1 else 1, cp=least_cp if cp > 1 else 1)
+        key = self._least_stage(candidate)
         return self._of_stages(self._floors(key, tp, cp), (key, tp, cp), candidate, self._share(candidate))
 
     def data_bound(self, candidate: Candidate) -> float:
@@ -109,8 +110,7 @@ class PlanPrices:
         data = self._data_floors(candidate)
         if data is None:
             return 0.0
-        rows = candidate.rows_on_rank(self.workload.rows)
-        key = replace(_stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
+        key, rows = self._own_stage(candidate)
         work = self._prices(key, rows)
         if work is None:
             return 0.0
@@ -151,7 +151,62 @@ class PlanPrices:
             keep_spans=keep_spans,
         )
 
+    # -- the runs on shapes that are still to be made
+
+    def even_runs(self, recomputes: Iterable[Recompute]) -> list[PlanRun]:
+        """For `even_bound` of candidates with these values of recompute."""
+        return [run for each in recomputes for run in self._stage_traces(_even_stage(each), self.workload.rows)]
+
+    def _work_runs(self, candidate: Candidate) -> list[PlanRun]:
+        return [] if candidate.ep == 1 else self._stage_traces(self._least_stage(candidate), self.workload.rows)
+
+    def floor_runs(self, candidate: Candidate) -> list[PlanRun]:
+        """For `activations_bound`."""
+        return unmade((self.memory, *each) for each in self.memory.floor_runs(candidate))
+
+    def _data_runs(self, candidate: Candidate) -> list[PlanRun]:
+        return [] if candidate.ep > 1 else self._stage_traces(*self._with_data(candidate))
+
+    def _stage_runs(self, candidate: Candidate) -> list[PlanRun]:
+        return [] if candidate.ep > 1 else self._stage_traces(*self._own_stage(candidate))
+
+    def _stage_traces(self, candidate: Candidate, rows: int) -> list[PlanRun]:
+        return unmade((self.workload, *each) for each in self.stages.runs(candidate, rows))
+
+    def price_runs(self, candidate: Candidate) -> list[PlanRun]:
+        """For `price`."""
+        return unmade([(self.workload, *self.workload.run_for(candidate))])
+
+    def peak_runs(self, candidate: Candidate) -> list[PlanRun]:
+        """For `PlanMemory.peak`."""
+        return unmade([(self.memory, *self.memory.run_for(candidate))])
+
+    def fit_runs(self, candidate: Candidate) -> list[PlanRun]:
+        """For `fits`."""
+        return [] if self.memory.known_floor(candidate) > self.limit else self.peak_runs(candidate)
+
     # -- parts of bounds, each found once
+
+    def _least_stage(self, candidate: Candidate) -> Candidate:
+        """The candidate traced for `work_bound`."""
+        tp, cp = self.least_sizes.get(candidate.context, (1, 1))
+        return _stage_of(candidate, tp=tp if candidate.tp > 1 else 1, cp=cp if candidate.cp > 1 else 1)
+
+    def _own_stage(self, candidate: Candidate) -> tuple[Candidate, int]:
+        """The candidate and the rows traced for `stage_bound`."""
+        key = replace(_stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
+        return key, candidate.rows_on_rank(self.workload.rows)
+
+    def _with_data(self, candidate: Candidate) -> tuple[Candidate, int]:
+        """The candidate and the rows traced for `data_bound`: two ranks along "dp" with a row each."""
+        stage = STAGE if candidate.pp > 1 else {}
+        count = 1 if stage else min(candidate.microbatches, RUN_MICROBATCHES)
+        key = Candidate(**stage, tp=candidate.tp, zero=candidate.zero, microbatches=count)
+        if _follows_cp(candidate):
+            key = replace(key, dp=2, cp=candidate.cp, context=candidate.context)
+        elif candidate.data_ranks > 1:
+            key = replace(key, dp=2)
+        return self.workload.traced(key), key.dp
 
     def _share(self, candidate: Candidate) -> float:
         """The rows of a microbatch on rank 0, divided by the rows of the step."""
@@ -227,18 +282,10 @@ class PlanPrices:
         ranks, tp = candidate.data_ranks, candidate.tp
         if candidate.ep > 1:
             return None
-        stage = STAGE if candidate.pp > 1 else {}
-        count = 1 if stage else min(candidate.microbatches, RUN_MICROBATCHES)
-        key = Candidate(**stage, tp=tp, zero=candidate.zero, microbatches=count)
-        follows_cp = candidate.zero > 1 and candidate.dp > 1
-        if follows_cp:
-            key = replace(key, dp=2, cp=candidate.cp, context=candidate.context)
-        elif ranks > 1:
-            key = replace(key, dp=2)
-        key = self.workload.traced(key)
+        (key, rows), follows_cp = self._with_data(candidate), _follows_cp(candidate)
         known = key, candidate.dp, candidate.cp, candidate.microbatches
         if known not in self._data:
-            trace = self._trace(key, key.dp)
+            trace = self._trace(key, rows)
 
             def seconds(start: Start) -> float:
                 axes = [axis for axis in start.axes if axis in ("dp", "cp")]
@@ -258,7 +305,7 @@ class PlanPrices:
                 return floor_seconds(compute, self.chip) * (key.data_ranks / ranks if candidate.zero else 1)
 
             if trace is not None:
-                trace = trace if stage else replace(trace, times=times_of(candidate.microbatches))
+                trace = trace if candidate.pp > 1 else replace(trace, times=times_of(candidate.microbatches))
             self._data[known] = None if trace is None else data_work_of(trace, update, seconds)
         return self._data[known]
 
@@ -279,6 +326,16 @@ class PlanPrices:
         if not self.workload.is_compiled:
             return trace
         return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
+
+
+def _even_stage(recompute: Recompute) -> Candidate:
+    """The candidate traced for `even_bound`."""
+    return Candidate(**STAGE, recompute=recompute)
+
+
+def _follows_cp(candidate: Candidate) -> bool:
+    """Whether the trace for `data_bound` has the candidate's axis "cp"."""
+    return candidate.zero > 1 and candidate.dp > 1
 
 
 def _stage_of(candidate: Candidate, *, tp: int, cp: int) -> Candidate:

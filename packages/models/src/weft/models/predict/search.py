@@ -11,7 +11,7 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +25,11 @@ class _HasComplexity(Protocol):
 
 
 C = TypeVar("C", bound=_HasComplexity)
+AHEAD = 8  # candidates whose runs may be made while a candidate's runs are
+
+
+def _no_runs(candidate: Any) -> Sequence[Any]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Bound(Generic[C]):
     name: str  # key of `Certificate.cut`: the resource of the bound, "time" or a kind of memory
     seconds: Callable[[C], float]
     is_eager: bool = False  # cheap: computed for every candidate before the first price
+    runs: Callable[[C], Sequence[Any]] = _no_runs  # what `seconds` needs, for `prepare` of `search`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,9 @@ def search(
     keep: int = 10,
     within: float = math.inf,
     refused: Mapping[str, int] | None = None,
+    price_runs: Callable[[C], Sequence[Any]] = _no_runs,
+    fit_runs: Callable[[C], Sequence[Any]] = _no_runs,
+    prepare: Callable[[Sequence[Any], Iterable[Sequence[Any]]], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome[C]:
     """Find the `keep` candidates with the fewest seconds, in order; at equal seconds the simplest first.
@@ -103,6 +112,9 @@ def search(
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for priced candidates that would be
         among the results. None: all candidates fit.
     within: seconds after which no further candidate is priced. The certificate counts the candidates left.
+    price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
+    prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
+        Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
     refused: numbers of impossible candidates by reason, for the certificate. None: no candidate was refused.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. The search ends
     when the least bound is above the last result's seconds. Then the results are those of pricing every candidate.
@@ -128,6 +140,17 @@ def search(
             queue.append((least, candidate.complexity, len(eager), name, candidate))
     total = sum(cut.values()) + len(queue)
     heapq.heapify(queue)
+    runs_of_stages = [*(bound.runs for bound in bounds), price_runs, fit_runs]
+
+    def ahead(stage: int, candidate: C) -> Iterator[Sequence[Any]]:
+        if stage < len(bounds):  # of priced candidates, few are tried for memory
+            yield runs_of_stages[stage + 1](candidate)
+        yield from (runs_of_stages[each[2]](each[4]) for each in heapq.nsmallest(AHEAD, queue))
+
+    def make_ready(stage: int, candidate: C) -> None:
+        if prepare is not None and (needed := runs_of_stages[stage](candidate)):
+            prepare(needed, ahead(stage, candidate))
+
     found: list[Found[C]] = []
     num_priced, too_large, left, least_left = 0, 0, 0, math.inf
     while queue:
@@ -141,6 +164,7 @@ def search(
             left, least_left = len(still_open), queue[0][0]
             break
         least, complexity, stage, name, candidate = heapq.heappop(queue)
+        make_ready(stage, candidate)
         if stage < len(bounds):
             seconds = bounds[stage].seconds(candidate)
             if seconds > least:
@@ -155,6 +179,7 @@ def search(
         entry = Found(candidate=candidate, seconds=seconds, price=value)
         if seconds == math.inf or (len(found) >= keep and entry.rank > found[keep - 1].rank):
             continue
+        make_ready(stage + 1, candidate)
         if fits is not None and not fits(candidate):
             too_large += 1
             continue

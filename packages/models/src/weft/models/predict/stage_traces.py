@@ -45,23 +45,48 @@ class StageTraces:
         """
         key = candidate, rows
         if key not in self._traces:
-            found = self._derived(candidate, rows)
-            if found is None:
-                found = self.workload.trace(candidate, rows)
-                found = passes(found) if candidate.dp == 1 else found
-            self._traces[key] = found
+            self._traces[key] = self.workload.in_buckets(self._sums(candidate, rows))
         return self._traces[key]
 
+    def _sums(self, candidate: Candidate, rows: int) -> Trace:
+        """`trace` with a sum for each gradient: the number of buckets is not linear, the bytes of a sum are."""
+        found = self._derived(candidate, rows)
+        if found is None:
+            found = self.workload.sums(candidate, rows)
+            found = passes(found) if candidate.dp == 1 else found
+        return found
+
+    def runs(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int]]:
+        """The arguments of the runs by `Workload.run` from which `trace` follows; [] for a trace made before."""
+        if (candidate, rows) in self._traces:
+            return []
+        parts = self._parts(candidate, rows)
+        if not parts:
+            return [self.workload.run_for(candidate, rows)]
+        return [run for part, count, _ in parts for run in self.runs(part, count)]
+
     def _derived(self, candidate: Candidate, rows: int) -> Trace | None:
-        """The trace computed from traces of the least sizes; None where the candidate has to be run."""
+        """`_sums` computed from traces of the least sizes; None where the candidate has to be run."""
+        parts = self._parts(candidate, rows)
+        if not parts:
+            return None
+        traces = [self._sums(part, count) for part, count, _ in parts]
+        sizes = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}
+        return combined(traces, [weight for _, _, weight in parts], sizes)
+
+    def _parts(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int, Fraction]]:
+        """The candidates and rows whose traces add up to a trace, each with a weight; [] where the candidate is run.
+
+        Each of these candidates is run.
+        """
         of_rows = ((rows, Fraction(1)),) if rows <= max(ROWS) else tuple(zip(ROWS, line(ROWS, rows), strict=True))
         of_tp, of_cp = self._weights(self.tp, candidate.tp), self._weights(self.cp, candidate.cp)
         if len(of_rows) == len(of_tp) == len(of_cp) == 1 or not self._is_even(candidate):
-            return None
-        parts = list(product(of_rows, of_tp, of_cp))
-        traces = [self.trace(replace(candidate, tp=tp, cp=cp), count) for (count, _), (tp, _), (cp, _) in parts]
-        weights = [math.prod((weight for _, weight in part), start=Fraction(1)) for part in parts]
-        return combined(traces, weights, {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp})
+            return []
+        return [
+            (replace(candidate, tp=tp, cp=cp), count, of_count * of_tp_size * of_cp_size)
+            for (count, of_count), (tp, of_tp_size), (cp, of_cp_size) in product(of_rows, of_tp, of_cp)
+        ]
 
     def _weights(self, least: Sequence[int], size: int) -> Weights:
         if len(least) < 2 or size in (1, *least):

@@ -1,7 +1,8 @@
-"""`time_step`: runs a trace in time: on the device, on a stream for each group of ranks, and on the issuing host.
+"""`time_step`: simulates a trace on three kinds of clocks: the device, a stream for each group of ranks, the host.
 
-Alike blocks are the copies of a loop, as are alike microbatches. Copies are run one by one until a copy takes as long
-as the copy before. The remaining copies are then added at once, each with the time of the last.
+Alike blocks are the copies of a loop, as are alike microbatches. Copies are simulated one by one until two copies in a
+row take equally long. The following copies are added at once, each with that time. The final copy is simulated again,
+as are copies from which on the host's lead, or a backlog of collectives, would be used up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PARTS: tuple[TimePart, ...] = ("products", "attention", "memory_bound", "optimiz
 DEVICE = "device"  # the stream of the device's work
 
 _COMMUNICATION, _HOST = PARTS.index("communication"), PARTS.index("host")
-_FOLLOWED = 32  # most copies of a loop to follow, before the loop counts as steady
+_FOLLOWED = 32  # copies of a loop to simulate one by one at most; then the loop counts as steady in any case
 _STEADY = 1e-6  # relative difference in seconds below which two copies are alike
 
 
@@ -31,8 +32,10 @@ class Span(NamedTuple):
     """Work of a stream from `begin` to `end`, in seconds from the step's beginning."""
 
     stream: str  # DEVICE, the name of a group of ranks, or a rank of a pipeline as "pp=0"
-    name: str  # of an op and its part, of a collective, or of an action of a pipeline's schedule
-    module: str
+    # Of an op and its part, of a collective, or of an action of a pipeline's schedule; for a rank of a pipeline also
+    # "parameters", "gradients" and "optimizer".
+    name: str
+    module: str  # of the op; of an action the stage, as "stage 0"
     where: str  # phase and microbatch, as "forward of microbatch 0"; "" for collectives and actions
     part: TimePart
     begin: float
@@ -83,9 +86,10 @@ def time_step(
     several groups share the links of a level. While links carry bytes, the device is slower by the level's `slowdown`.
     compiled: whether torch's own ops are fused and the host takes no time: see `price.fuse`.
     world: ranks in the run. A run within a level of links uses no outer level (`Chip.levels_of`), and in a run of
-        several ranks computing takes longer (`Chip.crowding`). None: a run of any size, and computing as on one rank.
-    keep_spans: whether to list the spans of all followed copies.
-    expand: whether to follow every copy of a loop.
+        several ranks computing takes longer (`Chip.crowding`). None: all levels may be used, and computing takes as
+        long as on one rank.
+    keep_spans: whether to list the spans of the copies simulated one by one.
+    expand: whether to simulate every copy of a loop.
     """
     clocks = Clocks(chip, compiled=compiled, keep_spans=keep_spans, expand=expand)
     clocks.run(make_program(trace.segments, trace.times, chip, compiled=compiled, world=world))
@@ -102,8 +106,8 @@ class _ClockState:
     links: float  # `Network.now`
     backlogs: dict[str, float]  # seconds of collectives not yet done, by group
     added: dict[str, float]  # seconds of all collectives queued until now, by group
-    # By form of collective (`program.Form`): how many collectives are left to later copies of a loop, how many of these
-    # were awaited until now, and `Job.serial` of the collective awaited next.
+    # By form of collective (`program.Form`), of the collectives which only a later copy of a loop awaits: how many are
+    # started and not yet awaited, how many were awaited until now, and `Job.serial` of the one awaited next.
     ahead: dict[Form, int]
     awaited: dict[Form, int]
     oldest: dict[Form, int]
@@ -140,7 +144,7 @@ class Clocks:
             self._repeat(program)
 
     def finish(self) -> None:
-        """End the step: wait for the host and for all collectives."""
+        """Wait for the host and for all running collectives. Called after the last program."""
         if self._host > self.device and not self._is_cpu:
             self._idle(self._host, _HOST)
         self._network.advance(self.device)
@@ -205,7 +209,7 @@ class Clocks:
             self._ahead.setdefault(operation.ahead, deque()).append(job)
 
     def _issue(self, seconds: float) -> None:
-        """Let the host issue an op. The device idles until then, if idle."""
+        """Let the host issue an op. A device that has finished all earlier work idles until the op is issued."""
         if self._is_cpu:
             self._idle(self.device + seconds, _HOST)
             return
@@ -220,7 +224,7 @@ class Clocks:
     # -- loops
 
     def _repeat(self, loop: Loop) -> None:
-        """Follow the copies of a loop. Once the loop is steady, add all remaining copies but the last at once."""
+        """Simulate the copies of a loop. Once the loop is steady, add all copies but the loop's final one at once."""
         copies = loop.copies
         done, followed = 0, 0
         states = [self._state()]
@@ -253,10 +257,9 @@ class Clocks:
         )
 
     def _jump(self, states: Sequence[_ClockState], most: int, since: int) -> int:
-        """Add up to `most` copies equal to the last copy, without following the copies. Returns their number.
+        """Add up to `most` copies like the latest copy, without simulating them. Returns their number.
 
-        Copies stop being equal where the host's lead over the device, or a group's backlog, shrinks to nothing. Only
-        copies before that are added.
+        Stops before the copy in which the host's lead over the device, or a group's backlog, would shrink to nothing.
         """
         before, after = states[-2:]
         copies = most
@@ -285,10 +288,10 @@ class Clocks:
 def _is_steady(states: Sequence[_ClockState], since: int) -> bool:
     """Whether the last two copies took equally long, and changed each group's backlog by the same amount.
 
-    Not if a copy starts more collectives for later copies than it awaits, or fewer: then the job that a wait is for
-    depends on the copy. Not if copies await collectives of copies before, and
-    - the collective awaited next was started before the loop: the wait for a collective of the loop may be longer;
-    - or the backlog of the group grows: each wait is longer than the wait before, once the backlog is awaited.
+    False also where a copy does not start as many collectives for later copies as it awaits of earlier copies: copies
+    would then wait for different collectives. If copies await collectives of earlier copies, False also where
+    - the collective awaited next was started before the loop: later waits may be longer;
+    - or the backlog of the collective's group grows: each wait will be longer than the wait before.
     since: `Network.num_added` at the beginning of the loop.
     """
     if not states[0].ahead == states[1].ahead == states[2].ahead:
@@ -310,7 +313,7 @@ def _is_steady(states: Sequence[_ClockState], since: int) -> bool:
 
 
 def _copies_until_none(before: float, after: float) -> int:
-    """How many more copies can lower a quantity, each as the last copy did, before the quantity is used up."""
+    """How many more copies fit before a quantity is used up, if each lowers it as the latest copy did."""
     lost = before - after
     if lost <= _STEADY * max(before, 1e-12):
         return 2**62

@@ -40,12 +40,13 @@ def trace_step(
     update: Callable[[nn.Module], None] | None = None,
     states: Mapping[str, int] | int = 2,
     reduced: Reduced | None = None,
+    by_gradient: bool = False,
 ) -> Trace:
-    """The trace of rank `shape.rank` in a training step of `model` on `mesh` under `plan`.
+    """The trace of rank `shape.rank` in a step of `model` on `mesh` under `plan`.
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
-    traces.
+    traces. by_gradient: a sum for each gradient, for `merge_sums`; False: in buckets of `shape.bucket_bytes`.
     The step is the rank's second. The first, of one microbatch, makes tables, of rotary angles for instance, and finds
     the order of gathers and the layouts of summed gradients.
     On a mesh with "pp" the trace is of a single stage with all blocks, on the mesh without "pp"; `Segment.blocks` tells
@@ -68,7 +69,7 @@ def trace_step(
         shape = replace(shape, batch=(rows // count * len(times), *sizes), microbatches=len(times))
     model, names, representatives = reduce_model(model, plan) if reduced is None else reduced
     prefix = names[0].rpartition(".")[0] if names else ""
-    bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)  # no bucket spans two blocks
+    bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
         replace(ready, microbatches=ready.microbatches[:1]).run(lambda phase: None, clip_norm=clip_norm)
@@ -85,12 +86,18 @@ def trace_step(
         placed = of_whole_model(observer.placed, held, gathers_whole=plan.zero < 3, by_part=is_stage)
         if is_stage and plan.zero < 2:  # with more, every backward sums its gradients
             placed = sum_after_backward(placed)
-        return Trace(
-            segments=in_buckets(list(_segments(placed)), bucket_bytes),
+        trace = Trace(
+            segments=tuple(_segments(placed)),
             num_blocks=len(names),
             times=times,
             message_bytes=observer.message_bytes,
         )
+        return trace if by_gradient else merge_sums(trace, bucket_bytes)
+
+
+def merge_sums(trace: Trace, bucket_bytes: int) -> Trace:
+    """The trace with sums of gradients in buckets. trace: of `trace_step`, with a sum for each gradient."""
+    return replace(trace, segments=in_buckets(trace.segments, bucket_bytes))
 
 
 class Reduced(NamedTuple):

@@ -19,7 +19,7 @@ from ..step.criterion import Criterion
 from ..step.record import StepShape
 from .events import Trace
 from .plans import Candidate
-from .trace import RUN_MICROBATCHES, Reduced, reduce_model, trace_step
+from .trace import RUN_MICROBATCHES, Reduced, merge_sums, reduce_model, trace_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,17 +74,36 @@ class Workload:
         A trace is made once: a stage's serves every number of stages, every schedule, and every number of
         microbatches from `RUN_MICROBATCHES` on. Raises ValueError each time where the model refuses the candidate.
         """
-        traced, rows = self.traced(candidate), rows or self.rows // candidate.microbatches
-        key = traced, rows
+        return self.in_buckets(self.sums(candidate, rows))
+
+    def sums(self, candidate: Candidate, rows: int | None = None) -> Trace:
+        """`trace` with a sum for each gradient, before `in_buckets`."""
+        key = self.run_for(candidate, rows)
         if key not in self._traces:
             try:
-                self._traces[key] = self._run(traced, rows * traced.microbatches)
+                self.learn(*key, self.run(*key))
             except ValueError as error:
-                self._traces[key] = error
+                self.learn(*key, error)
         found = self._traces[key]
         if isinstance(found, ValueError):
             raise found
         return replace(found, times=times_of(candidate.microbatches))
+
+    def in_buckets(self, trace: Trace) -> Trace:
+        """A trace of `sums` with the sums in buckets, as a step sends them."""
+        return merge_sums(trace, self.shape(1, 1).bucket_bytes)
+
+    def run_for(self, candidate: Candidate, rows: int | None = None) -> tuple[Candidate, int]:
+        """The arguments of `run` for `trace`."""
+        return self.traced(candidate), rows or self.rows // candidate.microbatches
+
+    def knows(self, candidate: Candidate, rows: int) -> bool:
+        """Whether the run with these arguments was made."""
+        return (candidate, rows) in self._traces
+
+    def learn(self, candidate: Candidate, rows: int, found: Trace | ValueError) -> None:
+        """Take over the result or the error of the run with these arguments."""
+        self._traces[candidate, rows] = found
 
     def traced(self, candidate: Candidate) -> Candidate:
         """The simplest candidate with the same segments."""
@@ -94,10 +113,11 @@ class Workload:
         zero: Zero = 2 if candidate.zero == 3 else candidate.zero  # a stage gathers once a step under each
         return replace(candidate, pp=2, schedule="1f1b", chunks=1, microbatches=count, zero=zero)
 
-    def _run(self, candidate: Candidate, rows: int) -> Trace:
+    def run(self, candidate: Candidate, rows: int) -> Trace:
+        """Run a step on shapes for `sums`. candidate: of `traced`. rows: of a microbatch, over all ranks."""
         mesh = ProcessMesh.grid(**candidate.axes)
         plan = replace(self.plan_of(candidate), pipeline=PipelinePlan(microbatches=candidate.microbatches))
-        shape = self.shape(rows, candidate.microbatches)
+        shape = self.shape(rows * candidate.microbatches, candidate.microbatches)
         if (plan.zero == 3) not in self._reduced:
             self._reduced[plan.zero == 3] = reduce_model(self.model, plan)
         reduced = self._reduced[plan.zero == 3]
@@ -108,6 +128,7 @@ class Workload:
                 update=self.update,
                 states=self.states,
                 reduced=reduced,
+                by_gradient=True,
             )
 
 

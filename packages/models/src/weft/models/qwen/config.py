@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..checks import check_choice, check_sizes
+from ..checks import check_sizes
 from ..config import BlockOptions, RotaryConfig, shown
 
 
@@ -24,7 +24,6 @@ class QwenConfig(RotaryConfig):
 
     def __post_init__(self) -> None:
         RotaryConfig.__post_init__(self)
-        check_choice(self, "version", (2, 3))
         if self.version == 2 and self.attention_bias:
             raise ValueError(
                 "QwenConfig: attention_bias is an option of version 3; version 2 has biases for q, k and v alone: "

@@ -39,7 +39,7 @@ class QwenMoeConfig(MixtureConfig):
     router_bias_rate: float = 0.0
     """Above 0: balance experts by a bias in the choice, changed by this rate after each step, as in DeepSeek-V3."""
     expert_groups: Annotated[tuple[int, int] | None, shown("GROUPS CHOSEN", "no groups")] = None
-    """The number of groups of experts, and the number of groups from which a token's experts are chosen."""
+    """The number of groups of experts, and of groups from which a token's experts are chosen; None: no groups."""
     shared_expert_size: int = 0
     """Width inside a further expert that every token passes; 0: none."""
     shared_expert_gate: bool = False

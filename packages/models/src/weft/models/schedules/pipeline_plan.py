@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
+from ..checks import check_kinds
 from .schedule import NAMES, Action, Schedule, ScheduleName
 
 
@@ -123,22 +124,19 @@ Split = str | tuple[int, ...] | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """How a model is cut along the axis "pp", and how its stages run.
+    """How a model is cut along the axis "pp", and how its stages run: `ParallelPlan.pipeline`.
 
-    split: "layers" cuts the model's only list of layers into parts as even as possible, longer parts first. A
-        list's name, as "decoder.layers", does the same where there are several lists. Numbers, as (3, 4, 4, 3), are
-        the layers of each stage. Names, as ("layers.3", "layers.7"), are the layers at which the second and later
-        stages begin. Modules outside the list go to the stages that use them, by data flow.
-    schedule: see `make_schedule`.
-    microbatches: the number of parts, along the rows, into which a batch is cut.
-    chunks: stages on a rank; None for 2 under "interleaved" and else 1.
     Raises ValueError for a value of another form.
     """
 
+    #: "layers" cuts the model's only list of layers into parts as even as possible, longer parts first. A list's name,
+    #: as "decoder.layers", does the same where there are several lists. Numbers, as (3, 4, 4, 3), are the layers of
+    #: each stage. Names, as ("layers.3", "layers.7"), are the layers at which the second and later stages begin.
+    #: Modules outside the list go to the stages that use them, by data flow.
     split: Split = "layers"
-    schedule: ScheduleName = "1f1b"
-    microbatches: int = 8
-    chunks: int | None = None
+    schedule: ScheduleName = "1f1b"  #: the order of work on each rank; see `make_schedule`
+    microbatches: int = 8  #: the number of parts, along the rows, into which a batch is cut
+    chunks: int | None = None  #: stages on a rank; None for 2 under "interleaved" and else 1
 
     def __post_init__(self) -> None:
         if isinstance(self.split, list):
@@ -149,10 +147,7 @@ class PipelinePlan:
                 f'PipelinePlan: split is {self.split!r}; give "layers", the name of a list of layers, the number of '
                 f"layers of each stage as (3, 4, 4, 3), or the names of the layers at which stages begin"
             )
-        if self.schedule not in NAMES:
-            raise ValueError(
-                f"PipelinePlan: schedule is {self.schedule!r}; it must be one of {', '.join(map(repr, NAMES))}"
-            )
+        check_kinds(None, self)
         for name in ("microbatches", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:

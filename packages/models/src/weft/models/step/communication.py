@@ -35,7 +35,7 @@ class Entry:
 class Communication:
     """The communication of a rank in a training step. Returned by `record`."""
 
-    entries: tuple[Entry, ...] = ()  # by phase, then in the order of first issue
+    entries: tuple[Entry, ...] = ()  #: by phase, then in the order of first issue
 
     @classmethod
     def of(cls, issued: Mapping[Phase, Iterable[Collective]]) -> Communication:

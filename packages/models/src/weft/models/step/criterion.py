@@ -31,7 +31,7 @@ from ..parallel.pipeline.step import Microbatch
 from .router import RouterLosses
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
-CLASSES = 4  # candidates for the added row's class; not all may be ignored
+CLASSES = 4  # how many classes, from 0, are tried for the added row; the criterion must not ignore all of them
 ALLOWED = 2e-5  # relative rounding error of a mean in float32
 
 Criterion = Callable[..., Any]  # (output, targets) -> a scalar, or a `LossWithParts`
@@ -42,7 +42,8 @@ _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parame
 def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor) -> Criterion:
     """The criterion for a step's microbatches: the losses of microbatches and ranks add up to the whole batch's loss.
 
-    Called by `forward_backward` and `on_shapes`; `Trainer` takes `Outline.token_criterion`, with a known denominator.
+    Called by `forward_backward` and `on_shapes`. Not by `Trainer`, which knows the number of tokens, and takes
+    `Outline.token_criterion`.
     targets: of the whole batch.
     - The criterion in a `RouterLosses` is weighted, and the routers' terms count 1 / microbatches.
     - A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless the criterion gets the whole
@@ -50,7 +51,8 @@ def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], t
     - A criterion with an unset `denominator` and a reduction other than "sum" is passed the number of tokens (or the
       sum of the tokens' weights) in the whole batch. The tokens are counted before the step: inside the criterion, all
       ranks would wait for each other between forward and backward. With a single microbatch the criterion counts by
-      itself, except where `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is given.
+      itself. Exception: `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is given: each rank
+      has all targets, and counts here without communication.
     - Any further criterion is returned unchanged.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
@@ -75,8 +77,8 @@ def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], t
     total = _sum_of_weights(targets, index, weight)
     if not options.get("z_loss"):
         return lambda output, target: criterion(output, target, denominator=total)
-    # z-loss is unweighted and divided by the number of tokens. Weights scaled by tokens / total share this
-    # denominator.
+    # The z-loss has no class weights: its denominator is the number of tokens. For the cross-entropy to use the same
+    # denominator, the class weights are multiplied by tokens / total.
     tokens = _sum_of_weights(targets, index, None)
     scaled = _scaled_weight(weight, tokens / total)
     return lambda output, target: criterion(output, target, weight=scaled, denominator=tokens)
@@ -112,7 +114,8 @@ class ProbedCriterion:
 
     Made by `weight_criterion`. `_find_shares` finds the shares at the first call.
     If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, the
-    criterion gets DTensors, unless torch averages the loss over ranks; then classes are gathered and tensors are plain.
+    criterion gets the DTensors. Where torch then returns a plain mean of the ranks' losses, the classes are gathered,
+    and the criterion is called again with this rank's tokens as plain tensors.
     targets: of each microbatch; a call finds the microbatch by the identity of the targets.
     """
 
@@ -142,8 +145,8 @@ class ProbedCriterion:
     def _weighted_loss(self, output: Any, target: Tensor, share: float) -> Tensor:
         """The criterion's loss times `share`.
 
-        With share 0, every target is ignored, so the loss may be NaN. Returns 0 times the loss with all targets set to
-        `Shares.label`.
+        Where the share is 0, every target is ignored, and the loss may be NaN. The result is then 0 times the loss with
+        all targets set to `Shares.label`, so that backward runs as on other ranks.
         """
         if share:
             return self._criterion(output, target) * share
@@ -166,16 +169,17 @@ class ProbedCriterion:
 def partial_loss(addend: Tensor, target: Tensor) -> Tensor:
     """A loss computed from this rank's tokens, as an addend of the batch's loss.
 
-    addend: a plain scalar. target: plain, for which `addend` is returned; or a DTensor, for which the result is a
-    scalar DTensor, Partial over the axes that shard the tokens. Differentiable.
-    Raises ValueError inside `exact_sums` for a DTensor: a loss of all the rank's tokens is no sum by coordinates.
+    Called by `ProbedCriterion`, and by the criteria of preferences. Differentiable.
+    addend: a plain scalar. target: any tensor laid out as the tokens or rows which the loss was computed from. For a
+    plain target, `addend` is returned; for a DTensor, a scalar DTensor, Partial over the axes that shard the tokens.
+    Raises ValueError inside `exact_sums` for a DTensor: each coordinate of the named mesh would have to give an addend.
     """
     if not isinstance(target, DTensor):
         return addend
     if exact_axes() is not None:
         raise ValueError(
-            "a loss computed on all tokens of a rank cannot be kept to exact; take weft.kernels.cross_entropy, or "
-            "leave out exact"
+            "this criterion computes one loss from all tokens of a rank, which the plan's exact does not allow; take "
+            "weft.kernels.cross_entropy, or leave out exact"
         )
     added: Tensor = _PartialLoss.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
     return added

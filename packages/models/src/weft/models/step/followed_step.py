@@ -66,12 +66,12 @@ class Peak:
 class Memory:
     """Bytes on a rank, of a model or of a parameter. Returned by `predict_memory`."""
 
-    parameters: int  # between steps: the rank's shards
-    gathered: int  # full copies of sharded parameters, kept between calls, beyond the shards
-    gradients: int  # between steps, where gradients are kept to accumulate
-    states: int  # the optimizer's, between steps
-    activations: int = 0  # the most bytes saved for backward, over all microbatches in flight; 0 without a batch
-    peak: Peak | None = None  # of a step; None without a batch
+    parameters: int  #: between steps: the rank's shards
+    gathered: int  #: full copies of sharded parameters, kept between calls, beyond the shards
+    gradients: int  #: between steps, where gradients are kept to accumulate
+    states: int  #: the optimizer's, between steps
+    activations: int = 0  #: the most bytes saved for backward, over all microbatches in flight; 0 without a batch
+    peak: Peak | None = None  #: of a step; None without a batch
 
     @property
     def between_steps(self) -> int:

@@ -98,6 +98,8 @@ def divide_batch(
     `exact_sums` as `lay_out_batch`, and for several microbatches of DTensors.
     """
     mesh_and_plan = mesh_and_plan_of(model)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ValueError(f"microbatches is {count!r}; give a whole number that divides the batch's rows")
     rows = tokens.shape[0]
     if isinstance(tokens, DTensor):
         of_ranks = _rows_of_ranks(layout_of(tokens), tuple(tokens.shape))

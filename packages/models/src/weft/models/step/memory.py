@@ -56,7 +56,8 @@ def predict_memory(
     states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum; or a mapping from each
         parameter's name to this number.
     batch, criterion, inputs, microbatches, clip_norm, reduce_dtype: as for `record`. Given a batch, two steps are run
-        on shapes, and all memory of the second is followed: see `Peak`. None predicts the memory between steps alone.
+        on shapes, and all memory of the second is followed: see `Peak`. batch None predicts the memory between steps
+        alone.
     device: of the step. On a GPU ("cuda") a Weft op allocates nothing but results; on a CPU also tensors in between.
     make_optimizer: makes an optimizer to run on meta tensors, for the optimizer's states and the memory of the update.
         None for an update in place without further memory, as by torch's fused Adam, with `states` tensors of state.

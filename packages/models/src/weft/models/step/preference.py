@@ -52,14 +52,15 @@ class PreferenceTargets:
     in a row, E the most examples.
     """
 
-    targets: Tensor  # [B, T] ints: the tokens to predict, -100 at places without one
-    numbers: Tensor  # [B, T] ints: the number of each token's document in the row, from 0
-    rows: Tensor  # [rows] int64: the number of each row in the whole batch of the step
-    # [rows, E] bool: whether the row has an example e. An example of DPO is a pair of documents: 2 e is chosen and
-    # 2 e + 1 rejected. An example of KTO is the document e.
+    targets: Tensor  #: [B, T] ints: the tokens to predict, -100 at places without one
+    numbers: Tensor  #: [B, T] ints: the number of each token's document in the row, from 0
+    rows: Tensor  #: [rows] int64: the number of each row in the whole batch of the step
+    #: [rows, E] bool: whether the row has an example e. An example of DPO is a pair of documents: 2 e is chosen and
+    #: 2 e + 1 rejected. An example of KTO is the document e.
     valid: Tensor
-    reference: Tensor | None = None  # [rows, D]: log-probabilities of the documents under the reference
-    desirable: Tensor | None = None  # [rows, E] bool: the judgements of KTO
+    #: [rows, D]: log-probabilities of the documents under the reference; None until `with_reference`
+    reference: Tensor | None = None
+    desirable: Tensor | None = None  #: [rows, E] bool: the judgements of KTO; None for DPO
 
     def with_reference(self, of_batch: Tensor) -> PreferenceTargets:
         """These targets with this rank's rows of `of_batch` [R, D], the result of `log_probabilities`."""
@@ -79,11 +80,6 @@ class PreferenceTargets:
 class DPOCriterion:
     """`dpo` as a criterion of `find_gradients`, for a single step and microbatches with `PreferenceTargets`.
 
-    num_documents: D, the most documents in a row: 2 for each pair.
-    denominator: the number of pairs in the whole batch of the step.
-    beta, label_smoothing, loss: as for `dpo`.
-    length_normalized: divide log-probabilities by the answer's number of learned tokens. Always done with "ipo", as by
-        trl.
     A call takes the model's output, token losses [B, T] of `model(tokens, targets=...)` or logits [B, T, V], and the
     targets. Returns the loss, and as sums `DPO_SUMS`, means over the pairs of the batch: the reward of the chosen
     answer, of the rejected answer, the difference, and the share of pairs with a positive difference.
@@ -91,11 +87,12 @@ class DPOCriterion:
     Raises ValueError for options refused by `dpo`, and for targets without a reference or of wrong shapes.
     """
 
-    num_documents: int
-    denominator: float | Tensor
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    loss: PairLoss = "sigmoid"
+    num_documents: int  #: D, the most documents in a row: 2 for each pair
+    denominator: float | Tensor  #: the number of pairs in the whole batch of the step
+    beta: float = 0.1  #: as for `dpo`
+    label_smoothing: float = 0.0  #: as for `dpo`
+    loss: PairLoss = "sigmoid"  #: as for `dpo`
+    #: divide log-probabilities by the answer's number of learned tokens. Always done with "ipo", as by trl.
     length_normalized: bool = False
 
     def __post_init__(self) -> None:
@@ -148,25 +145,21 @@ class DPOCriterion:
 class KTOCriterion:
     """`kto` as a criterion of `find_gradients`, for a single step and microbatches with `PreferenceTargets`.
 
-    num_documents: D, the most documents in a row.
-    num_desirable, num_undesirable: of the examples in the whole batch of the step; the loss is the mean over both.
-    kl: a scalar: `kl_of` the mismatched rows of the whole batch.
-    beta, desirable_weight, undesirable_weight: as for `kto`.
     A call takes the model's output, as a call of `DPOCriterion`, for the rows with the examples' own completions.
-    Returns the loss, and as sums `KTO_SUMS`: the mean reward of the batch's desirable examples, the mean reward of the
-    undesirable examples (0 without any), and `kl`.
+    Returns the loss, a mean over all examples of the batch, and as sums `KTO_SUMS`: the mean reward of the batch's
+    desirable examples, the mean reward of the undesirable examples (0 without any), and `kl`.
     Communication: as `document_sums`.
     Raises ValueError for options refused by `kto`, and for targets without reference or judgements, or of wrong
     shapes.
     """
 
-    num_documents: int
-    num_desirable: int
-    num_undesirable: int
-    kl: float | Tensor
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    num_documents: int  #: D, the most documents in a row
+    num_desirable: int  #: desirable examples in the whole batch of the step
+    num_undesirable: int  #: undesirable examples in the whole batch of the step
+    kl: float | Tensor  #: a scalar: `kl_of` the mismatched rows of the whole batch
+    beta: float = 0.1  #: as for `kto`
+    desirable_weight: float = 1.0  #: as for `kto`
+    undesirable_weight: float = 1.0  #: as for `kto`
 
     def __post_init__(self) -> None:
         check_judged_options("KTOCriterion", self.beta, self.desirable_weight, self.undesirable_weight)

@@ -44,22 +44,25 @@ class RouterLosses:
     the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
     For a model with `MixtureConfig.seq_aux`, f_e and P_e are those of one sequence and layer, and the balance loss is
     the mean over all sequences and layers: the same for any number of microbatches.
-    criterion: of logits and targets, as for `forward_backward`. The sums of a `LossWithParts` are kept.
-    balance, z: coefficients, 0 or more.
-    microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
     Communication: the sum of the choices [layers, E] over the axes that shard tokens. Where the logits' loss is not
     Partial over such an axis, as over "tp" with sequence parallelism, also the sum of all statistics over this axis.
     Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
     """
 
+    #: of logits and targets, as for `forward_backward`. The sums of a `LossWithParts` are kept.
     criterion: Callable[..., Any]
-    balance: float = 0.001
-    z: float = 0.0
+    balance: float = 0.001  #: coefficient of the balance loss, 0 or more
+    z: float = 0.0  #: coefficient of the z-loss, 0 or more
+    #: microbatches of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     microbatches: int = 1
 
     def __post_init__(self) -> None:
         check_coefficients("RouterLosses", self, "balance", "z")
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(
+                f"RouterLosses: microbatches is {self.microbatches!r}; it must be a whole number, 1 or more"
+            )
 
     @property
     def num_sums(self) -> int:

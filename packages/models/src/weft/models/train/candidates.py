@@ -15,8 +15,7 @@ from .explanation import Outline
 from .measure import flops_per_token
 from .model_class import check_class, parameters_of
 from .optimizer import communicate_update, count_states
-from .run import axes_of, complete_plan
-from .task_config import reference_axes
+from .run import axes_of, check_reference, complete_plan
 
 
 def config_with(config: TrainConfig, candidate: Candidate) -> TrainConfig:
@@ -43,7 +42,7 @@ def config_with(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     if config.model_class is not None:
         ordered = config.plan.context == "all_gather"
         check_class(config.model_class, ordered=ordered, documents=False, compiled=config.compile)
-    reference_axes(config, axes_of(pp=candidate.pp, **sizes))
+    check_reference(config, axes_of(pp=candidate.pp, **sizes))
     return config
 
 

@@ -42,8 +42,9 @@ NOT_ELEMENTWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh's axes. Missing sizes are chosen to use all processes: one per GPU, 4 on a CPU, a launcher's.
-    If the given sizes include --mesh.dp and cannot use that number, only as many processes as their product start.
+    """Sizes of the mesh's axes. Missing sizes are chosen to use all processes: one per GPU, 4 without GPUs, or those of
+    a launcher. Without a launcher, where dp is given and no missing size makes that number, as many processes start as
+    the product of the given sizes.
     """
 
     pp: int = 1
@@ -78,7 +79,9 @@ class PlanConfig:
     """Attention under context parallelism: gather keys and values over cp, or exchange tokens for heads."""
     schedule: Annotated[ScheduleName | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
     """Order of the microbatches in a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
-    microbatches: Annotated[int | None, shown("INT", "1; in a pipeline, up to 8 that divide a rank's rows")] = None
+    microbatches: Annotated[
+        int | None, shown("INT", "1; in a pipeline, the largest number up to 8 that divides a rank's rows")
+    ] = None
     """Microbatches that a batch is split into, by rows."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
     """Pipeline stages: layers (cut evenly), layers per stage (1,2,1), or where stages begin (layers.1,layers.3)."""
@@ -86,7 +89,9 @@ class PlanConfig:
     """What backward recomputes. selective: all but matrix products and communicated tensors; full: every block."""
     zero: Zero = 0
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
-    experts_tokens: Annotated[TokenTransport | None, shown("{exchange,gather}", "the cheaper by its price")] = None
+    experts_tokens: Annotated[TokenTransport | None, shown("{exchange,gather}", "the one estimated to be faster")] = (
+        None
+    )
     """With mesh.ep: send each token to the ranks that hold its experts, or gather all tokens on every rank along ep."""
     experts_over_tp: bool = False
     """Let mesh.ep divide dp x cp x tp: each expert is then whole, and not split over tp."""
@@ -96,6 +101,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_kinds("plan", self)
+        if self.microbatches is not None:
+            check_at_least("plan", self, 1, "microbatches")
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.
@@ -131,18 +138,19 @@ class DataConfig:
     """Training data. One sequence in 20, at most 128, is held out of training: whole documents where possible."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens; for a
-    task, records of examples."""
+    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens; for
+    sft, dpo and kto: records of examples."""
     mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
     """Several such folders or files to draw sequences from, each with its weight, as in books=0.7 code=0.3."""
     template: Annotated[Path | None, shown("FILE", "the tokenizer's own")] = None
     """A chat template in Jinja, for the messages of conversations (tasks sft, dpo and kto)."""
     pack: bool = True
-    """In prepared data, let tokens attend only within their own document. For a task, fill rows with many examples."""
+    """In prepared data, let tokens attend only within their own document. For sft, dpo and kto: put several examples in
+    a row."""
     verify: bool = True
     """At the start, each process compares its share of the prepared data with the checksums."""
     batch_size: int = 8
-    """Sequences per step, over all processes; for a task rows, which with --data.no-pack have one example each."""
+    """Sequences per step, over all processes; for sft, dpo and kto: rows. With --data.no-pack a row has one example."""
     sequence_length: int = 128
     """Tokens per sequence. Longer conversations are cut at their end; a row of dpo has room for two sequences."""
 
@@ -249,7 +257,8 @@ class TrainConfig:
     from_: Annotated[Path | None, shown("FOLDER", "weights drawn from the seed", name="from")] = None
     """Start from config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
     model_class: Annotated[str | None, shown("MODULE:CLASS", "the recipe's", name="model")] = None
-    """Train your own model: a class of an importable module; __init__ takes a config, annotated with a ModelConfig."""
+    """Train your own model: a class of an importable module. Its __init__ takes a config, annotated with a
+    subclass of ModelConfig."""
     resume: Annotated[str | None, shown("PATH", "start a new run")] = None
     """Resume from checkpoint PATH; without PATH from the newest in --output, or from step 0 if there is none."""
     timeout: float = 600.0
@@ -257,9 +266,10 @@ class TrainConfig:
     eval_every: int = 0
     """Steps between losses on the held-out text; 0: only before the first step and after the last."""
     log_every: int = 10
-    """Steps between readings of the loss, which wait for the device and, without a terminal, print a line."""
+    """Steps between readings of the loss. A reading waits for the device and, if the output is no terminal, prints a
+    line."""
     seed: int = 0
-    """Seed of the initial weights, the order of the data, dropout and the sample."""
+    """Seed of the initial weights, the order of the data, dropout and the sample text printed at the end."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype that layers compute in, by autocast. Parameters, their gradients and the loss are float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -267,13 +277,15 @@ class TrainConfig:
     compile: bool = False
     """Compile each block with torch.compile, from step 2 on; a CPU needs a C++ compiler for this."""
     profile: Annotated[Path | None, shown("FOLDER", "none")] = None
-    """Folder for traces of steps 3 to 5, in a resumed run after the checkpoint's, by torch's profiler: rank-N.json."""
+    """Folder for rank-N.json, traces of torch's profiler: of steps 3 to 5, counted from the checkpoint in a resumed
+    run."""
     track: Annotated[tuple[TrackerName, ...], shown("{tensorboard,wandb}", "none")] = ()
     """Send the metrics also to tensorboard (in the run's folder) or to wandb (Weights & Biases)."""
     digests: int = 0
-    """Steps between digests of the step's tensors, for `weft compare`; also of step 1. 0: none. --digests alone: 1."""
+    """Write digests of a step's tensors, for `weft compare`: at step 1, and then every this many steps. 0: never.
+    Given without a number: 1."""
     against: Annotated[Path | None, shown("RUN", "none")] = None
-    """Compare each step with the digests of this run, and stop at the first difference above rounding."""
+    """Compare the steps of which RUN has digests with these digests; stop at the first difference above rounding."""
     check: bool = True
     """Compare the loss of step 1 with the loss of the same step on one process."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -286,7 +298,8 @@ class TrainConfig:
     reference: Annotated[
         ReferenceKind | None, shown("{model,adapters,precomputed}", "adapters with lora, else model")
     ] = None
-    """The reference of dpo and kto: a second model, the model without adapters, or numbers computed once."""
+    """The reference of dpo and kto: a second model, the model without adapters, or log-probabilities computed
+    once."""
     reference_from: Annotated[Path | None, shown("FOLDER", "that of --from")] = None
     """The folder of the reference's weights."""
     reference_zero: Annotated[Literal[0, 3] | None, shown("{0,3}", "3 where plan.zero is 3, else 0")] = None

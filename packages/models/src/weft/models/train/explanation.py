@@ -1,7 +1,7 @@
-"""The output of `weft explain`, and the `Outline` of a run behind it.
+"""The `Outline` of a run: the facts derived from the configuration alone.
 
-An `Outline` has the facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a training
-step run on shapes. `Trainer` builds on an `Outline`; `explain` prints the facts, without weights or processes.
+Mesh, plan, batch, criterion, and a training step run on shapes. `Trainer` builds on an `Outline`; `ExplainedStep`
+prints the facts, without weights or processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from weft.reshard.extension import Recorded
 
 from ..mixture_config import MixtureConfig
 from ..parallel import ParallelPlan
-from ..parallel.batch import cuts_by_documents
 from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..parallel.pipeline.cut import ranges_of
@@ -31,142 +30,21 @@ from ..predict.memory import MemoryParts, compose, memory_parts, stage_peaks
 from ..schedules.schedule import Schedule
 from ..step.alike import block_names
 from ..step.criterion import Criterion
-from ..step.followed_step import Memory, Peak, total_of
+from ..step.followed_step import Memory, Peak
 from ..step.forward_backward import microbatch_key
-from ..step.memory import bytes_of_parameters, predict_memory
+from ..step.memory import predict_memory
 from ..step.preference import ShapedPreferences
 from ..step.record import RecordedStep, SharedRuns, StepShape, run_on_shapes
 from ..step.router import RouterLosses
 from .config import TrainConfig
-from .measure import flops_per_token
-from .memory_check import gpu_count
-from .model_class import ROUTER, has_router, inputs_of, make_adapted_model, parameters_of
+from .model_class import ROUTER, has_router, inputs_of, make_adapted_model
 from .optimizer import communicate_update, count_states
-from .recipes import size_in_words
-from .report import ParameterLayout, Report, mesh_in_words
-from .run import axes_of, complete_plan
-from .task_config import LoRAConfig, reference_axes, reference_of
-
-_PHASE_WORDS = {
-    "forward": "forward",
-    "backward": "backward",
-    "gradients": "the sum of gradients",
-    "optimizer": "the optimizer's update",
-}
-_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
-
-
-def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> MemoryParts | None:
-    """Print the layouts, schedule, collectives, memory and operations of `rank` in a training step.
-
-    Called by the command `weft explain`. title: of the run. config, axes: as for `Outline.of`.
-    Returns the parts of the memory of rank 0, for a prediction on a chip; None for another rank, and without parts.
-    The cost does not grow with the mesh. Communication: none.
-    Raises ValueError for a model that the plan cannot lay out.
-    """
-    report, outline = Report(enabled=True), Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
-    shared = SharedRuns()
-    step = outline.record_step(rank, "cpu", shared=shared)
-    coordinate = outline.mesh.coordinate(rank)
-    assert coordinate is not None, "the rank is one of the mesh"
-    report.print_line(
-        f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes, config.mesh.ep)}"
-    )
-    report.print_line(_batch_line(outline))
-    if outline.mesh.size > 1:
-        report.print_line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in coordinate.items())}")
-    parameters = [
-        ParameterLayout(name=name, shape=step.shapes[name], layout=layout) for name, layout in step.layouts.items()
-    ]
-    report.print_layout(parameters, "" if step.schedule is None else f" of rank {rank}'s stage")
-    if step.schedule is not None:
-        report.print_schedule(step.schedule)
-    if outline.tokens_line is not None:
-        report.print_line(outline.tokens_line)
-    by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan)
-    report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
-    model = outline.make_model()
-    states, known_cut = count_states(model, config.optimizer), shared.cut
-    held = bytes_of_parameters(model, outline.mesh, outline.plan, rank=rank, states=states, known_cut=known_cut)
-    frozen = 0
-    if reference_of(config) == "model":
-        of_reference = Outline.of_reference(config, axes)
-        frozen = predict_memory(
-            of_reference.make_model().requires_grad_(False), of_reference.mesh, of_reference.plan, rank=rank
-        ).nbytes
-    report.print_line(_memory_table(total_of(held), rank, frozen))
-    parts = outline.memory_parts(rank)
-    report.print_line(_peak_table(outline.predict_peak(rank, step.schedule, parts), frozen))
-    return parts if rank == 0 else None
-
-
-def _batch_line(outline: Outline) -> str:
-    """The line about the batch: size, microbatches, operations."""
-    (rows, T), count = outline.batch_shape, outline.num_microbatches
-    _, multiplying = parameters_of(outline.config.model, outline.config.model_class)
-    tokens, token_flops = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)
-    in_microbatches = f" in {count} microbatches" if count > 1 else ""
-    counts = (token_flops, token_flops * tokens, token_flops * tokens / outline.mesh.size)
-    flops = [_with_decimal_prefix(count) for count in counts]
-    return (
-        f"batch {rows:,} x {T:,} tokens{in_microbatches}; {flops[0]}FLOP a token, {flops[1]}FLOP a step, "
-        f"{flops[2]}FLOP of each process"
-    )
-
-
-def _memory_table(memory: Memory, rank: int, frozen: int) -> str:
-    """The table of the memory that the rank holds from step to step. frozen: bytes of a reference model; 0 without."""
-    rows = {
-        "parameters": memory.parameters,
-        "gathered from shards": memory.gathered,
-        "gradients": memory.gradients,
-        "optimizer state": memory.states,
-        "reference model": frozen,
-        "in all": memory.nbytes + frozen,
-    }
-    optional = ("gathered from shards", "reference model")
-    shown = {name: nbytes for name, nbytes in rows.items() if nbytes or name not in optional}
-    return "\n".join([f"memory of rank {rank}, without activations", *_rows(shown)])
-
-
-def _peak_table(peak: Peak, frozen: int) -> str:
-    """The table of the rank's memory at the peak of a step, gradients not added up. frozen: as in `_memory_table`."""
-    rows = {
-        "parameters": peak.parameters,
-        "gathered from shards": peak.gathered,
-        "gradients": peak.gradients,
-        "gradients in buckets": peak.buckets,
-        "optimizer state": peak.states,
-        "activations": peak.activations,
-        "recomputed": peak.recomputed,
-        "logits and loss": peak.logits,
-        "messages": peak.messages,
-        "workspace": peak.workspace,
-        "reference model": frozen,
-        "in all": peak.nbytes + frozen,
-    }
-    phase = _PHASE_WORDS[peak.phase]
-    return "\n".join([f"at the peak of a step on a GPU, in {phase}", *_rows({k: n for k, n in rows.items() if n})])
-
-
-def _rows(table: Mapping[str, int]) -> list[str]:
-    return [f"  {name:20}  {nbytes:>17,} bytes  {_in_mib_or_gib(nbytes):>10}" for name, nbytes in table.items()]
-
-
-def _with_decimal_prefix(number: float) -> str:
-    """A number with a decimal prefix: "45.0 G"."""
-    power = min(int(math.log10(max(number, 1)) // 3), len(_POWERS) - 1)
-    return f"{number / 1000**power:.3g} {_POWERS[power]}"
-
-
-def _in_mib_or_gib(nbytes: int) -> str:
-    """A number of bytes as text: "1.31 GiB"."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+from .run import axes_of, reference_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A run's configuration, mesh and parallel plan. Made with `Outline.of` by `Trainer` and `explain`."""
+    """A run's configuration, mesh and parallel plan. Made with `Outline.of` by `Trainer` and `ExplainedStep`."""
 
     config: TrainConfig
     mesh: ProcessMesh
@@ -204,17 +82,10 @@ class Outline:
     def of_reference(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
         """The outline of the frozen reference model of dpo or kto: without adapters, on the mesh of the reference.
 
-        config, axes: of the run. Raises ValueError as `reference_axes`.
+        config, axes: of the run. Raises ValueError as `reference_config`.
         """
-        sizes = reference_axes(config, axes)
-        zero = config.reference_zero if config.reference_zero is not None else (3 if config.plan.zero == 3 else 0)
-        plan = dataclasses.replace(config.plan, zero=zero, recompute="none", context=None)
-        if sizes["pp"] != axes.get("pp", 1):
-            plan = dataclasses.replace(plan, schedule=None, split=None)
-        mesh = dataclasses.replace(config.mesh, **sizes)
-        config = dataclasses.replace(config, mesh=mesh, lora=LoRAConfig(), plan=plan, compile=False)
-        plan = complete_plan(plan, config, dp=sizes["dp"], cp=sizes["cp"], tp=sizes["tp"])
-        return cls.of(dataclasses.replace(config, plan=plan), axes_of(**sizes), device_type)
+        config, sizes = reference_config(config, axes)
+        return cls.of(config, axes_of(**sizes), device_type)
 
     @property
     def tokens_line(self) -> str | None:
@@ -306,6 +177,10 @@ class Outline:
         examples_per_row: for dpo and kto, the most examples in a row.
         """
         extra: dict[str, Any] = {} if documents is None else {"documents": documents}
+        model = self.config.model
+        if self.batch_shape[1] > model.max_seq_len and not model.is_length_independent:
+            # of dpo: counted from the row's start, positions would pass the model's last
+            extra["positions"] = torch.empty(self.batch_shape, dtype=torch.int64, device="meta")
         criterion = self.token_criterion(float(math.prod(self.batch_shape)))
         if self.config.task in ("dpo", "kto"):
             extra["targets"] = torch.empty(self.batch_shape, dtype=torch.int64, device="meta")

@@ -1,18 +1,24 @@
-"""The golden file of a run's step, for `weft check`: collectives with sites, memory, and layouts."""
+"""What `weft check` computes of a run's step: the golden file (collectives with sites, memory, layouts), and hangs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from weft.reshard.extension import Recorded
 
 from ..predict.golden import Allow, Command, Golden, Parameter, RankRecord
+from ..predict.hang_report import Hang
+from ..predict.hangs import NoHang
+from ..predict.rank_kinds import check_plan
 from ..predict.rank_record import join_parameters, record_sites
 from ..step.memory import predict_memory
+from ..step.record import RecordedStep, SharedRuns
 from .config import TrainConfig
 from .explanation import Outline
+from .memory_check import gpu_count
 from .optimizer import communicate_update
 from .task_config import reference_of
 
@@ -65,6 +71,23 @@ def ranks_of_stages(axes: Mapping[str, int]) -> tuple[int, ...]:
     for axis, each in axes.items():
         size *= 1 if axis == "pp" else each
     return tuple(stage * size for stage in range(stages))
+
+
+def check_run(config: TrainConfig, axes: Mapping[str, int]) -> NoHang | Hang:
+    """Records the calls of the ranks in a training step of a run, on shapes, and matches the calls between ranks.
+
+    config, axes: as for `Outline.of`. Communication: none.
+    Raises ValueError where the plan cannot lay out the model.
+    """
+    outline = Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
+
+    shared = SharedRuns()
+
+    def record_rank(rank: int, listen: Callable[[Recorded], None]) -> RecordedStep:
+        return outline.record_step(rank, "cpu", listen=listen, shared=shared)
+
+    batch = outline.microbatch_rows, outline.batch_shape[1]
+    return check_plan(record_rank, outline.mesh, outline.plan, batch=batch)
 
 
 def _memory(outline: Outline, axes: Mapping[str, int], rank: int) -> dict[str, int]:

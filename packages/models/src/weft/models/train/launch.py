@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..processes import ProcessFailed, end_with_parent, listen_on_loopback, run_together
+from ..processes import ProcessFailed, end_with_parent, is_launched, listen_on_loopback, run_together
 from ..terminal import PROGRAM, begin_printing, printable
 
 if TYPE_CHECKING:
@@ -170,11 +170,13 @@ def adopt_launcher() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a process started by srun or mpirun.
 
     `weft train` calls this first, before the configuration is read.
-    Existing values are kept: torchrun sets all five, and a script may name the address or the port.
-    Raises ValueError if mpirun has started processes on several machines and MASTER_ADDR is not set.
+    Values of torchrun, which sets all five, are kept, and so are an address and a port, which a script may name.
+    Raises ValueError if mpirun has started processes on several machines and MASTER_ADDR is not set, and for a
+    launcher's variable that is missing or no number.
     """
     for name, value in world_of(os.environ).items():
-        os.environ.setdefault(name, value)
+        if name not in ("MASTER_ADDR", "MASTER_PORT") or name not in os.environ:
+            os.environ[name] = value
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
@@ -182,13 +184,13 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 
     Raises ValueError if WORLD_SIZE is not a number.
     """
-    return _number(environ, "WORLD_SIZE") if "RANK" in environ and "WORLD_SIZE" in environ else None
+    return _number(environ, "WORLD_SIZE") if is_launched(environ) else None
 
 
 def check_world(environ: Mapping[str, str]) -> None:
     """Raise ValueError unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if set, are complete and valid.
 
-    `weft train` calls this before `launch`.
+    Also for a LOCAL_RANK or LOCAL_WORLD_SIZE that is no number. `weft train` calls this before `launch`.
     """
     ranks = world_size(environ)
     if ranks is None:
@@ -196,6 +198,9 @@ def check_world(environ: Mapping[str, str]) -> None:
     rank = _number(environ, "RANK")
     if not 0 <= rank < ranks:
         raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {ranks}; ranks are 0 to WORLD_SIZE - 1")
+    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        if (value := _number(environ, name, str(least))) < least:
+            raise ValueError(f"{name} is {value}; it must be {least} or more")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             raise ValueError(
@@ -205,12 +210,23 @@ def check_world(environ: Mapping[str, str]) -> None:
         raise ValueError(f"MASTER_PORT is {environ['MASTER_PORT']}; a port is 1 to {2**16 - 1}")
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    """The variable as an int. Raises ValueError for anything else."""
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """The variable as an int. Raises ValueError for anything else; default: of a variable that is not set."""
+    text = _text(environ, name) if default is None else environ.get(name, default)
     try:
-        return int(environ[name])
+        return int(text)
     except ValueError:
-        raise ValueError(f"{name} is {environ[name]!r}, which is not a number") from None
+        raise ValueError(f"{name} is {text!r}, which is not a number") from None
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    """The variable. Raises ValueError where a launcher has set other variables, but not this one."""
+    if name not in environ:
+        raise ValueError(
+            f"the launcher's variable {name} is not set; start the command by torchrun, or set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    return environ[name]
 
 
 def has_launcher(environ: Mapping[str, str]) -> bool:
@@ -224,24 +240,24 @@ def has_launcher(environ: Mapping[str, str]) -> bool:
 def world_of(environ: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables, translated from the variables of srun, Open MPI, or MPICH and Intel MPI.
 
-    Empty if RANK is set already, without a launcher, and for a world of a single process, which `launch` handles by
-    itself. Raises ValueError as `adopt_launcher`.
+    Empty if RANK and WORLD_SIZE are set already, without a launcher, and for a world of a single process, which
+    `launch` handles by itself. Raises ValueError as `adopt_launcher`.
     """
-    if "RANK" in environ:
+    if is_launched(environ):
         return {}
     # SLURM_PROCID is set in a batch script too; the number of tasks of a step is set by srun only.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return {
             **_ranks(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-            "MASTER_ADDR": first_host(environ["SLURM_STEP_NODELIST"]),
+            "MASTER_ADDR": first_host(_text(environ, "SLURM_STEP_NODELIST")),
             # A port per job, below Linux's range of client ports.
-            "MASTER_PORT": str(15000 + int(environ["SLURM_JOB_ID"]) % 15000),
+            "MASTER_PORT": str(15000 + _number(environ, "SLURM_JOB_ID") % 15000),
         }
     for rank, size, local_rank, local_size in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ):
-        if int(environ.get(size, "1")) <= 1:
+        if _number(environ, size, "1") <= 1:
             continue
         if "MASTER_ADDR" not in environ and environ.get(local_size) != environ[size]:
             raise ValueError(
@@ -264,4 +280,5 @@ def first_host(hosts: str) -> str:
 
 def _ranks(environ: Mapping[str, str], rank: str, size: str, local_rank: str) -> dict[str, str]:
     """RANK, WORLD_SIZE and LOCAL_RANK, read from the variables of these names. A missing local rank is the rank."""
-    return {"RANK": environ[rank], "WORLD_SIZE": environ[size], "LOCAL_RANK": environ.get(local_rank, environ[rank])}
+    world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank if local_rank in environ else rank}
+    return {name: str(_number(environ, own)) for name, own in world.items()}

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from ..mixture_config import MixtureConfig
+from ..processes import is_launched
 from ..terminal import gib
 from .config import OptimizerConfig
 from .model_class import count_adapters, count_block_matrices, parameters_of
@@ -156,7 +157,7 @@ def state_tensors(config: OptimizerConfig, *, in_block: bool = False) -> int:
 
 def _local_processes(run: Run) -> int:
     """Processes of the run on this machine. 1 if the launcher does not tell."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched(os.environ) else run.processes
 
 
 def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
@@ -180,7 +181,7 @@ def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus:
     elif on_gpus:
         count = math.ceil(replace(alone, compares=False).nbytes / (USED * memory.available))
         yield f"{count:,} such GPUs by --mesh.dp {count} --mesh.tp 1 --plan.zero 3 --no-check"
-    elif "RANK" not in os.environ and fits(alone):
+    elif not is_launched(os.environ) and fits(alone):
         yield "--mesh.dp 1 --mesh.tp 1"
     sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
     smaller = {name: size for name, size in sizes.items() if fits(replace(need, parameters=size, experts=0))}

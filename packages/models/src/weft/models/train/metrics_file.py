@@ -1,16 +1,19 @@
-"""Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, and to plot.
+"""Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, to compare two runs,
+and to plot.
 
-Plots show loss and speed, on the terminal or as a picture file. `Results` (results.py) calls the functions here. It
-appends the lines of metrics.jsonl with `append` of safe_files.py, which refuses a link.
+Plots show loss and speed, on the terminal or as a picture file, and on the terminal the load of experts. `Results`
+(results.py) calls the functions here. It appends the lines of metrics.jsonl with `append` of safe_files.py, which
+refuses a link.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +26,9 @@ HEIGHT = 10  # lines of a plot on a terminal, without the axis
 AXIS = 24  # columns left of the plot, for axis and labels
 NARROW = 50  # fewest columns of each of two plots side by side
 NARROWEST = AXIS + 10  # fewest columns of a single plot
+
+_MARKS = " ▁▂▃▄▅▆▇█"  # of the load of experts: from no token to twice the mean or more
+_MOST = 2.0  # the load, over the mean, of the highest mark
 
 METRICS = "metrics.jsonl"
 
@@ -225,3 +231,67 @@ def save_picture(curves: Curves, path: Path) -> None:
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
     write_anew(path, picture.getvalue())
+
+
+def draw_load(load: Sequence[Sequence[float]], layers: Sequence[int], width: int) -> str:
+    """A heading, then a line for each layer: a mark for the load of each expert, over the layer's mean load.
+
+    load: a row for each layer, with the number of tokens of each expert. layers: the layers' numbers. width: columns;
+    in a layer with more experts than columns, neighbors share a mark, which shows the busiest expert.
+    """
+    label = max(len(f"layer {layer}") for layer in layers)
+    columns = max(1, width - label - len("  busiest 10.00x"))
+    each = math.ceil(len(load[0]) / columns)  # experts of a mark
+    shared = f", {each} to a mark" if each > 1 else ""
+    lines = [f"load of experts in the last steps (full height: {_MOST:g} times the mean or more{shared})"]
+    for layer, row in zip(layers, load, strict=True):
+        mean = sum(row) / len(row) or 1.0
+        marks = "".join(_mark(max(row[i : i + each]) / mean) for i in range(0, len(row), each))
+        lines.append(f"{f'layer {layer}':{label}} {marks}  busiest {max(row) / mean:.2f}x")
+    return "\n".join(lines)
+
+
+def _mark(share: float) -> str:
+    """The mark of a load; a blank only for an expert without tokens. share: the load over the mean load."""
+    steps = len(_MARKS) - 1
+    return _MARKS[0 if share <= 0 else min(steps, max(1, round(share / _MOST * steps)))]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMetrics:
+    """The comparison of two runs' losses and norms, over the steps of both."""
+
+    steps: int  # of both runs
+    same: int  # steps with the same loss and norm
+    first: int | None = None  # the first different step; None without a difference
+    loss: tuple[float, float] | None = None  # of the first different step, in the two runs
+    norm: tuple[float, float] | None = None  # of the gradients in this step; None if a run has no norm
+
+    def as_text(self) -> str:
+        """The comparison as a line of text."""
+        if self.first is None or self.loss is None:
+            return (
+                f"metrics: the same loss and norm in all {self.steps} steps"
+                if self.steps
+                else "metrics: no common step"
+            )
+        parts = [f"loss {self.loss[0]:.9g} and {self.loss[1]:.9g}"]
+        if self.norm is not None:
+            parts.append(f"norm {self.norm[0]:.9g} and {self.norm[1]:.9g}")
+        same = f"metrics: the same in {self.same} of {self.steps} steps"
+        return f"{same}; first apart at step {self.first}: {', '.join(parts)}"
+
+
+def compare_metrics(folders: Sequence[Path]) -> ComparedMetrics:
+    """Compare the metrics.jsonl of two runs. folders: of the runs. Raises ValueError as `read_logged`."""
+    rows = []
+    for folder in folders:
+        values = [json.loads(each.text) for each in read_logged(folder / METRICS)]
+        rows.append({each["step"]: (each["loss"], each.get("grad_norm")) for each in values})
+    common = sorted(rows[0].keys() & rows[1].keys())
+    apart = [step for step in common if rows[0][step] != rows[1][step]]
+    if not apart:
+        return ComparedMetrics(len(common), len(common))
+    (loss, norm), (other_loss, other_norm) = rows[0][apart[0]], rows[1][apart[0]]
+    norms = None if norm is None or other_norm is None else (norm, other_norm)
+    return ComparedMetrics(len(common), len(common) - len(apart), apart[0], (loss, other_loss), norms)

@@ -24,13 +24,13 @@ from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
 from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, rename_damaged_checkpoints, replace_folder, tidy
-from .load_picture import draw_load
 from .metrics_file import (
     METRICS,
     NARROWEST,
     RunningChecksum,
     check_logged,
     draw_curves,
+    draw_load,
     read_curves,
     read_logged,
     save_picture,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checks import check_head_degrees, divisors
+from ..checks import check_head_degrees, check_tensor_parallel, divisors
 from ..data.sources import Data
 from ..exact import (
     check_batch,
@@ -19,6 +20,7 @@ from ..exact import (
 )
 from ..schedules.pipeline_plan import PipelinePlan
 from .config import MeshConfig, PlanConfig, TrainConfig
+from .task_config import LoRAConfig, reference_axes, reference_of
 
 if TYPE_CHECKING:
     from ..data.examples.source import Examples
@@ -188,6 +190,36 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
         if pipeline.split != "layers" and not counts:
             _check_names(config, pipeline, pp)
     return completed
+
+
+def reference_config(config: TrainConfig, axes: Mapping[str, int]) -> tuple[TrainConfig, dict[str, int]]:
+    """The config of the reference model of dpo or kto, without adapters, and the sizes of pp, dp, cp and tp.
+
+    axes: of the run's mesh. Experts keep mesh.ep where it divides the reference's mesh, and else are not spread.
+    Raises ValueError as `reference_axes`; as `check_tensor_parallel` and `complete_plan`, with the reference's mesh.
+    """
+    sizes = reference_axes(config, axes)
+    pp, dp, cp, tp = sizes.values()
+    zero = config.reference_zero if config.reference_zero is not None else (3 if config.plan.zero == 3 else 0)
+    plan = replace(config.plan, zero=zero, recompute="none", context=None)
+    if pp != axes.get("pp", 1):
+        plan = replace(plan, schedule=None, split=None)
+    mesh = replace(config.mesh, **sizes)
+    if dp * cp * (tp if plan.experts_over_tp else 1) % mesh.ep:
+        mesh, plan = replace(mesh, ep=1), replace(plan, experts_tokens=None, experts_over_tp=False)
+    config = replace(config, mesh=mesh, lora=LoRAConfig(), plan=plan, compile=False)
+    try:
+        check_tensor_parallel(config.model, tp)
+        return replace(config, plan=complete_plan(plan, config, dp=dp, cp=cp, tp=tp)), sizes
+    except ValueError as error:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(f"reference_mesh is {shown}, which the reference model cannot have: {error}") from None
+
+
+def check_reference(config: TrainConfig, axes: Mapping[str, int]) -> None:
+    """Raise ValueError as `reference_config`, for a run of dpo or kto with a reference model. axes: of its mesh."""
+    if reference_of(config) in ("model", "precomputed"):
+        reference_config(config, axes)
 
 
 def _check_experts(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..checks import check_tensor_parallel
 from ..exact import check_exact, parse_exact
+from ..processes import is_launched
 from ..terminal import PROGRAM
 from .config import MeshConfig, TrainConfig
 from .memory_check import check_room
@@ -59,7 +60,7 @@ class NoOption(ValueError):
 
 def _train_command(processes: int) -> str | None:
     """The command to start `weft train` like this run; None under a launcher whose arguments are unknown."""
-    if "RANK" not in os.environ:
+    if not is_launched(os.environ):
         return f"{PROGRAM} train"
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == str(processes):
         return f"torchrun --nproc-per-node {processes} -m weft.models.cli train"
@@ -72,7 +73,7 @@ def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
     The number of processes is the run's, except for a single process on a CPU without a launcher: then two.
     """
     processes = run.processes
-    if processes == 1 and on_cpu and "RANK" not in os.environ:
+    if processes == 1 and on_cpu and not is_launched(os.environ):
         processes = 2
     for tp in range(1, processes + 1):
         if processes % tp == 0 and (1, processes // tp, 1, tp) != (run.pp, run.dp, run.cp, run.tp):

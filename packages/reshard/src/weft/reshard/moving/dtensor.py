@@ -256,7 +256,7 @@ def distribute(
     """Makes a DTensor of a global tensor, whole on every rank: each rank keeps its part.
 
     layout: a Layout; or a mesh, to which `placements` belongs, as in torch's `distribute_tensor`.
-    device_mesh: the mesh by torch's name for the argument.
+    device_mesh: the mesh by torch's name for the argument; None: `layout` has the mesh.
 
     Where the layout is Partial over an axis, the value stays at index 0 of the axis, and the other ranks hold the
     operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums`, index 0 is

@@ -40,8 +40,8 @@ def reshard(
         local part with the result's metadata. A Layout gives mesh and placements at once.
     placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text like "dp: S(0)".
         Axes without a placement replicate; None replicates on all axes.
-    device_mesh: torch's name for `mesh`; do not give both.
-    topology, memory_limit: see `plan`.
+    device_mesh: torch's name for `mesh`; None where `mesh` is given, or neither.
+    topology, memory_limit: see `plan`; None: the fewest bytes, and no limit.
 
     Differentiable, and so is the backward. Even where the forward moves nothing, the backward brings the gradient to
     the layout of `dtensor`, with Replicate on axes where `dtensor` is Partial. Where this rank receives nothing, the

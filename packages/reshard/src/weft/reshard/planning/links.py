@@ -12,13 +12,10 @@ from weft.mesh.extension import is_number
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast a rank receives along an axis.
+    """How fast a rank receives along an axis."""
 
-    latency: seconds per message. bandwidth: bytes per second.
-    """
-
-    latency: float
-    bandwidth: float
+    latency: float  #: seconds per message
+    bandwidth: float  #: bytes per second
 
     def __post_init__(self) -> None:
         if not (is_number(self.latency) and 0 <= self.latency < math.inf):

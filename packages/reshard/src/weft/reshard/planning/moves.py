@@ -6,7 +6,7 @@ from sizes alone: every part is taken to be as large as the first rank's. This i
 otherwise counts padding. The algorithms counted:
 
 all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; with `apart`, in a collective per axis
-all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
+all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements; p ranks, n elements on each
 all-to-all, exchange         the elements needed and lacked by a rank, from the nearest holders
 slice, make-partial          nothing
 
@@ -43,14 +43,18 @@ TrafficByAxis = dict[str, tuple[int, int]]  # axis -> (messages, elements) recei
 
 
 class Move(NamedTuple):
-    """A candidate step from a spec to the spec `after`. The search turns only the moves of the best way into steps."""
+    """A candidate step from a spec to the spec `after`.
+
+    The search compares moves, and makes steps of the best way alone; with a memory limit, of way after way until one
+    fits.
+    """
 
     kind: type[Step]  # class of the step
     axes: tuple[str, ...]  # axes changed by the step; empty for steps that take a target layout, such as Exchange
     dims: tuple[int, ...]  # the dims of these axes; for AllToAll, the dims before and after
     after: ShardSpec  # spec after the step
     traffic: TrafficByAxis
-    apart: tuple[str, ...]  # order of collectives per axis; empty for a single collective
+    apart: tuple[str, ...]  # the axes in the order of their collectives; empty for one collective over all axes
 
 
 Way = list[Move]
@@ -81,9 +85,9 @@ class MoveBuilder:
     def gathers(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
         """Ways to gather the axes which `dst` lacks. In `src`, each dim's axes must begin with the dim's axes in `dst`.
 
-        The first ways have one AllGather of all axes: as a single collective, and if `thorough` also as a collective
-        per axis. They need shards that divide evenly, or a single axis to gather in each dim. The last way, where a dim
-        has several axes to gather or if `thorough`, has an AllGather for each axis, minor axes first.
+        First, ways of one AllGather for all axes: as one collective, and if `thorough` also as one collective per axis
+        (`Move.apart`). These need shards of equal size, or a single axis to gather in each dim. Last, where a dim has
+        several axes to gather or if `thorough`, a way of an AllGather for each axis, minor axes first.
         """
         cut = [(axis, dim) for dim, (a, b) in enumerate(zip(src, dst, strict=True)) for axis in a[len(b) :]]
         if not cut:
@@ -120,7 +124,7 @@ class MoveBuilder:
         return self._move(Permute if one_to_one else Exchange, src, dst)
 
     def reduce(self, spec: ShardSpec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
-        """A reduce-scatter over `scattered`, then an all-reduce over `all_reduced`.
+        """Reduce-scatters over `scattered`, in one collective where the sizes allow, then an all-reduce.
 
         scattered: axis -> the dim sharded by the axis afterwards.
         """
@@ -147,8 +151,8 @@ class MoveBuilder:
     def _in_one_collective(self, finer: ShardSpec, coarser: ShardSpec, dims: tuple[int, ...]) -> bool:
         """Whether a single collective may gather from the spec `finer` to `coarser`, or scatter from there to `finer`.
 
-        dims: of the axes gathered or scattered. Either each dim has a single axis of these, or all parts have the
-        same size.
+        True if each dim has a single axis of these, or if all parts have the same size.
+        dims: the dim of each axis gathered or scattered.
         """
         return len(set(dims)) == len(dims) or all(self._divides(finer, coarser, dim) for dim in dims)
 
@@ -250,8 +254,8 @@ class Sizes:
     def overlap(self, src: ShardSpec, dst: ShardSpec) -> int:
         """Elements needed under `dst` and held under `src`, on the rank with the fewest.
 
-        Where in each dim the shorter of the two lists of axes begins the longer list, the last rank has the fewest:
-        the last parts are the smallest. Otherwise some rank may hold none of the needed elements: then 0.
+        If in every dim the longer list of axes begins with the shorter list, the last rank has the fewest, because the
+        last parts are the smallest. Otherwise some rank may hold none of the needed elements, and the result is 0.
         """
         elements = 1
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):

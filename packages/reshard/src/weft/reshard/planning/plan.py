@@ -38,17 +38,14 @@ MOST_LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps from the layout `src` of a tensor to the layout `dst`; made by `plan()`, the same on every rank.
+    """The steps from the layout `src` of a tensor to the layout `dst`; made by `plan()`, the same on every rank."""
 
-    shape, dtype: of the global tensor. topology: the links assumed by the search.
-    """
-
-    src: Layout
-    dst: Layout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    steps: tuple[Step, ...]
-    topology: Links | None = None
+    src: Layout  #: the layout before the first step
+    dst: Layout  #: the layout after the last step
+    shape: tuple[int, ...]  #: of the global tensor
+    dtype: torch.dtype  #: of the tensor
+    steps: tuple[Step, ...]  #: in order; empty where no rank has anything to do
+    topology: Links | None = None  #: the links assumed by the search; None: outer axes count as slower
 
     def __hash__(self) -> int:
         return self._hash

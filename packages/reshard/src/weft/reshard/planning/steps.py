@@ -15,15 +15,11 @@ Dim = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Shard -> Replicate: AllGather("tp", 0), or over several axes at once: AllGather(("dp", "tp"), (0, 1)).
+    """Shard -> Replicate: AllGather("tp", 0), or over several axes at once: AllGather(("dp", "tp"), (0, 1))."""
 
-    axis: the axes, in the order in which they shard their dims, major first.
-    dim: the dim of each axis.
-    apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
-    """
-
-    axis: AxisOrAxes
-    dim: Dim
+    axis: AxisOrAxes  #: the axes, in the order in which they shard their dims, major first
+    dim: Dim  #: the dim of each axis
+    #: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     apart: tuple[str, ...] = ()
 
 
@@ -37,14 +33,12 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Partial(op) -> Shard: the dual of AllGather, with the same arguments.
+    """Partial(op) -> Shard: the dual of AllGather, with the same axes and dims."""
 
-    apart: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
-    """
-
-    axis: AxisOrAxes
-    dim: Dim
+    axis: AxisOrAxes  #: as in AllGather
+    dim: Dim  #: as in AllGather
     op: str = "sum"
+    #: empty for a single collective over all axes. Otherwise each axis has a separate collective, in this order.
     apart: tuple[str, ...] = ()
 
 
@@ -77,7 +71,7 @@ class MakePartial:
 
     axis: str
     op: str = "sum"
-    dim: int | None = None
+    dim: int | None = None  #: of Shard(dim); None: from Replicate
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,10 @@ def gather_when_called(
 
 def gathering_units(module: nn.Module) -> list[Unit]:
     """The units of a module and of all modules within."""
-    return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
+    modules = [module]
+    for each in modules:  # the list grows meanwhile; `module.modules()` would make every name
+        modules += [child for child in each._modules.values() if child is not None]
+    return list(dict.fromkeys(each.__dict__[_UNIT] for each in modules if _UNIT in each.__dict__))
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class GradientBuckets:
         older_grads = leaf.take_older_grads()
         for older in older_grads:
             self._add_grad(leaf, older, leaf.grad_info(older)[2])
-        grad = None if leaf.keeps_passes and older_grads else leaf.grad
+        grad = None if older_grads and leaf.keeps_passes else leaf.grad
         in_target = grad is not None and leaf.grad_info(grad)[2]
         if grad is not None and not (in_target and leaf.accumulator is leaf.parameter):  # else it is in its final place
             leaf.accumulator.grad = None

@@ -1,7 +1,8 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
-Each rank writes a message to the world's store. Only a rank that lacks a gradient reads the messages, to give zeros in
-place of the gradient (send_order.py).
+Each rank writes a message to the world's store. A rank reads the messages of its peers, and gives zeros in place of
+missing gradients (send_order.py), unless the rank has every expected gradient, in one layout and dtype, once a turn, in
+as many turns as in the last round.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from ..world.groups import format_ranks, this_rank, world_cache
 from ..world.world import patience, world
 from .pending_gradient import Forms, GradientForm, Leaf
 
-# Keys of a rank in the store, used in turn: a message is overwritten after this many rounds. A rank may be ahead of
-# another by fewer rounds: hosts do not wait for their GPUs.
+# Keys of a rank in the store, used in turn: a message is overwritten after this many rounds. Hosts do not wait for
+# their GPUs, so a rank may be some rounds ahead of another, but never by this many.
 _SLOTS = 64
-_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
+_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between the first two reads of the store; doubled until the longest
+_REMEDY = (
+    "a round ends at each wait(), and under ZeRO 2 and 3 at the end of paused(): call both equally often on every rank "
+    "of the parameters' meshes"
+)
 
 Result = TypeVar("Result")
 
@@ -31,12 +36,12 @@ Result = TypeVar("Result")
 class Sent(NamedTuple):
     """How far a rank has sent in backward: all positions before `position`, without `skipped`.
 
-    A position is a place in the order of sends: turn * number of leaves + the leaf's index. A round has several turns
-    only with ZeRO 2 and 3: see send_order.py.
+    A turn sends each expected leaf once. A round has one turn; with ZeRO 2 and 3 about one for each backward pass: see
+    send_order.py. A position is a place in the order of sends: turn * number of leaves + the leaf's index.
     """
 
     position: int
-    skipped: frozenset[int]
+    skipped: frozenset[int]  # positions at which nothing was sent
 
     def includes(self, position: int) -> bool | None:
         """Whether this position was sent; None if the rank has not come to this position."""
@@ -47,23 +52,25 @@ class Sent(NamedTuple):
 class PresenceMessage:
     """A rank's message about a round (send_order.py): which gradients the rank has."""
 
-    round: int  # number of the round: a `GradientSync.wait()`, or with ZeRO 2 and 3 the end of a `paused()`
+    round: int  # from 0; a round ends at `GradientSync.wait()`, with ZeRO 2 and 3 also at the end of `paused()`
     done: bool  # whether the rank has come to the end of the round; the message is final then
     reads: bool  # whether the rank reads its peers' messages, and gives zeros for gradients only peers have
     turns: int  # the largest number of gradients that this rank has of a leaf in the round
-    gather_order: int  # `GradientBuckets.gather_order`: with ZeRO 3, where gathers of parameters came between sums
+    # `GradientBuckets.gather_order`: with ZeRO 3, a checksum of the order in which the rank gathered parameters and
+    # summed gradients.
+    gather_order: int
     sent: Sent
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
-    # {a leaf's index: the number of gradients that this rank sends in the round}. Leaves that are sent once, in their
-    # place in the order, are left out. The rest are leaves outside the order, and leaves with further gradients.
+    # {a leaf's index: the number of all gradients of the leaf in the round}, only of leaves with more gradients than
+    # the turns send: leaves that are not expected, and leaves with further gradients at the end of the round.
     more: dict[int, int]
 
 
 class GradientPresence:
     """Which gradients of the parameters `leaves` each rank has, round by round; made by GradientSync.
 
-    Communication: each rank writes a message to the world's store in each round, and waits for no answer. A rank that
-    lacks a gradient, or has several to send for a leaf, also reads the messages from the parameters' meshes.
+    Communication: each rank writes a message to the world's store in each round, and waits for no answer. Some ranks
+    also read the messages from the parameters' meshes: see the top of this file.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -81,9 +88,9 @@ class GradientPresence:
         """Publishes, during backward, which gradients this rank has sent. Called before the wait for an older bucket.
 
         A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
-        repeat: publish at every call, not at the first of a round only. True in the first step, where a rank without
-            gradients learns the forms of zeros by these messages alone, and after the first turn of a round, where the
-            rank learns by these messages how far this rank has sent.
+        repeat: False publishes at the first call of a round, True at every call. True is needed in the first step,
+            where a peer without gradients learns the layouts and dtypes of its zeros from these messages alone; and
+            after the first turn of a round, where the peer learns how far this rank has sent.
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
@@ -182,9 +189,8 @@ class GradientPresence:
                 continue
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at "
-                    f"wait() number {self._round} of its GradientSync for {format_ranks(missing)}; call wait() equally "
-                    f"often on every rank of the parameters' meshes"
+                    f"rank {this_rank()} must know which gradients other ranks have, and waited {patience():g} s in "
+                    f"round {self._round} of its GradientSync for {format_ranks(missing)}; {_REMEDY}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -199,8 +205,8 @@ class GradientPresence:
             number = -1 if value is None else int(value.split(b" ", 1)[0])
             if number > self._round:
                 raise RuntimeError(
-                    f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to "
-                    f"number {self._round}; call wait() equally often on every rank of the parameters' meshes"
+                    f"rank {rank} has come to round {number} of its GradientSync, and rank {this_rank()} to round "
+                    f"{self._round}; {_REMEDY}"
                 )
             if value is not None and number == self._round:
                 message = self._parse(value.decode())

@@ -51,7 +51,7 @@ class GradientSync:
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
         all-reduced. Each axis shards the first dim divisible by the axis's size, else dim 0. None: over no axis.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
-    dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
+    dtype: in which gradients are summed over ranks; None: their own. The result has the parameter's dtype.
 
     Before `wait()`: `.grad` holds the gradient if backward computed the target layout; otherwise a partial sum, and
         once the sum is in a bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an

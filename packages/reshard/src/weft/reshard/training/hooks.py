@@ -1,9 +1,9 @@
-"""Parts of hooks on tensors, modules and optimizers.
+"""Helpers for hooks on tensors, modules and optimizers.
 
 `weak_hook`: a hook on a method without keeping the object alive. `StepHooks`: methods called before or after every
 optimizer's step. `tensors_of`, `differentiable`: the tensors to hook in
 a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
-`with_mixin`: the class of a module whose calls are changed.
+`with_mixin`: a class for a module's `__class__`, which changes the module's calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that calls `method` while the method's object is alive.
 
-    A strong reference from a torch hook, unseen by the garbage collector, could keep the object alive for good.
+    torch may hold a hook where Python's garbage collector does not see the hook. A strong reference in the hook could
+    then keep the object alive forever.
     """
     weak_method = weakref.WeakMethod(method)
 
@@ -38,9 +39,9 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
 class StepHooks:
     """Methods to call at every optimizer's step, each while the method's object is alive.
 
-    torch holds one hook for all methods, registered with the first method and never removed. The garbage collector may
-    end a model at any moment, also while torch loops over its hooks: a hook removed in the loop would end the step with
-    "OrderedDict mutated during iteration".
+    torch calls its hooks in a loop, and the garbage collector may free a model in this loop. If the model's end removed
+    a hook, torch would raise "OrderedDict mutated during iteration". So torch holds one hook for all methods,
+    registered with the first method and never removed.
     """
 
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:

@@ -37,23 +37,25 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices, and AdamW for parameter groups with `adamw=True`.
 
     A matrix's update is the orthogonalized momentum times lr * 0.2 * sqrt(max(n, m)): as large as an update by AdamW at
-    the same lr (Liu et al. 2025, "Muon is Scalable for LLM Training"), so all groups share a learning rate.
+    the same lr (Liu et al. 2025, "Muon is Scalable for LLM Training"), so all groups share a learning rate. n and m
+    are of the matrix; with `rows`, of a block.
 
     params: matrices [n, m] and stacks of matrices [k, n, m], or groups of parameters. Each matrix of a stack is
         orthogonalized by itself. Every option can be set for a group:
     lr, weight_decay: of Muon and AdamW; the decay is decoupled in both.
     momentum, nesterov, ns_coefficients, eps, ns_steps: of Muon, as in `torch.optim.Muon`.
-    rows: orthogonalizes each block of so many rows of a matrix by itself, for example each attention head's; None: the
-        whole matrix.
-    adamw: updates the group by AdamW, with `betas` and `adamw_eps`; with `fused`, by torch's fused kernel.
+    rows: splits a matrix [n, m] into blocks of this many rows, for example one for each attention head, and
+        orthogonalizes each block by itself; not for stacks. None: the whole matrix.
+    adamw: updates the group by AdamW, with `betas` and `adamw_eps`; with `fused`, by torch's fused kernel. fused None:
+        torch chooses the kernel.
     State: `momentum_buffer` of a matrix; `step`, `exp_avg` and `exp_avg_sq` under AdamW; in the parameter's layout.
 
     With equal gradients, weights are equal to the bit on every mesh. A rank that holds a matrix whole computes the
     update by itself: ranks with copies of the matrix all compute the same update. Besides the states, a rank holds at
-    most two whole matrices, in bfloat16.
+    most three whole matrices, in bfloat16: one at work, the next arriving, and the last leaving.
     Communication of `step`: as `update_matrices`; also a reshard of each gradient whose layout is not the parameter's.
     Raises ValueError for options out of range, where a group without `adamw` has parameters besides floating-point
-    matrices and stacks, and where `rows` does not divide a matrix.
+    matrices and stacks, and where `rows` is given for a stack or does not divide n.
     """
 
     def __init__(
@@ -87,7 +89,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters with gradients. The host waits for no device."""
+        """Updates all parameters with gradients. The host waits for no device.
+
+        closure: computes the loss again, which `step` then returns. None: gradients are there, and `step` returns None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,7 +107,7 @@ class Muon(torch.optim.Optimizer):
     def update_matrices(self) -> None:
         """Updates the matrices by Muon; called by `step`, on all ranks with shards of a matrix.
 
-        Also called without `step`, to record the communication for the matrices.
+        weft.models also calls this without `step`, to record the communication of an update without data.
 
         Communication: for each `Stack` of a round (matrices of equal shape and layout), two exchanges in bfloat16. In
         the first, each owner receives the missing elements of a matrix; in the second, each rank receives the missing
@@ -243,7 +248,10 @@ class _Matrix:
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def update(self, orthogonalized: Tensor) -> None:
-        """Decays this rank's part of the weight, and subtracts the scaled part of the orthogonalized matrix."""
+        """Decays this rank's part of the weight, and subtracts the step size times `orthogonalized`.
+
+        orthogonalized: this rank's part of the orthogonalized matrix.
+        """
         lr = self.group["lr"]
         columns = self.weight.shape[1] if self.shards is None else self.shards.shape[1]
         self.weight.mul_(1 - lr * self.group["weight_decay"])
@@ -283,7 +291,7 @@ class _Moving:
     """
 
     def __init__(self, stack: Stack, sharded: Sequence[_Matrix]) -> None:
-        """Starts the exchange to the owners. sharded: the matrices, at the positions in `stack.members`."""
+        """Starts the exchange to the owners. sharded: all sharded matrices; `stack.members` are positions in them."""
         self._stack, self._matrices = stack, [sharded[each] for each in stack.members]
         shards = torch.stack([each.direction() for each in self._matrices])  # [k, rows here, columns here]
         self._pending = self._start(stack.source, stack.target, shards)
@@ -304,7 +312,7 @@ class _Moving:
     def _start(self, src: Layout, dst: Layout, local: Tensor) -> Pending:
         mesh = device_mesh(self._stack.source.mesh, device_type() if local.is_meta else local.device.type)
         if mesh.ndim > 1:
-            group_over(mesh, self._stack.source.mesh.axis_names)  # gives the group of an exchange the axes' names
+            group_over(mesh, self._stack.source.mesh.axis_names)  # recordings name the group by these axes
         return start_plan(plan(src, dst, self._stack.shape, local.dtype), local, mesh)
 
 

@@ -123,6 +123,8 @@ class Leaf:
 
     def take_older_grads(self) -> list[DTensor]:
         """Removes and returns the gradients that were set aside; of a leaf that keeps passes, the oldest alone."""
+        if not self.older_grads:
+            return []
         number = 1 if self.keeps_passes else len(self.older_grads)
         removed, self.older_grads = self.older_grads[:number], self.older_grads[number:]
         return removed

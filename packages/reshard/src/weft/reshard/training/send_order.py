@@ -140,12 +140,16 @@ def send_remaining(
     # A later pass may have given a second gradient after the first was put into a bucket that is still open. If both
     # have the same forms, the second is added to the first there, and need not be sent separately. Not inside
     # `exact_sums`, see `GradientBuckets._add_to_bucket`.
-    for leaf in leaves if exact_axes() is None else ():
-        if leaf.bucket is not None and leaf.bucket.is_open and leaf.unsent_forms() == leaf.sent_forms:
-            buckets.add(leaf)
     unsent = [leaf.unsent_forms() for leaf in leaves]
+    for i, leaf in enumerate(leaves) if exact_axes() is None else ():
+        if unsent[i] and leaf.bucket is not None and leaf.bucket.is_open and unsent[i] == leaf.sent_forms:
+            buckets.add(leaf)
+            unsent[i] = leaf.unsent_forms()
     leaf_forms = [merge_forms(leaf.sent_forms, forms) for leaf, forms in zip(leaves, unsent, strict=True)]
-    totals = [leaf.num_sent + leaf.num_unsent for leaf in leaves]
+    num_unsent = [
+        leaf.num_unsent if forms or leaf.older_grads else 0 for leaf, forms in zip(leaves, unsent, strict=True)
+    ]
+    totals = [leaf.num_sent + number for leaf, number in zip(leaves, num_unsent, strict=True)]
     in_turn = set(order.first_turn())
     foreseen = [leaf.num_sent + (leaf in in_turn) for leaf in leaves]
     # Whether this rank has every gradient once a turn and in a single layout. Then no message of a peer could change
@@ -166,7 +170,7 @@ def send_remaining(
     )
     if not has_all and presence.has_peers:
         return _send_with_peers(order, buckets, presence, leaf_forms, more)
-    for leaf in (*order.first_turn(), *leaves):
+    for leaf in (*order.first_turn(), *leaves) if any(num_unsent) else ():
         while leaf.num_unsent:
             buckets.add(leaf)
             if leaf in in_turn:

@@ -117,8 +117,10 @@ def kind_of_op(namespace: str, name: str) -> str | None:
     None for every op inside `uncounted`. Inside `count_as`, the kind given there. A collective missing in `_NAMES` has
     the op's name as kind.
     """
+    if namespace not in ("c10d", "_c10d_functional") or not _counts.get():
+        return None
     name = name.lstrip("_").replace("all_", "all")
-    if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT) or not _counts.get():
+    if name.startswith(_NOT_SENT):
         return None
     return _counted_as.get()[0] or next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
 

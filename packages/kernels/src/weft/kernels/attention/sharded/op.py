@@ -59,16 +59,17 @@ def attention(
     window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019). None: all of these.
     softcap: each score x becomes softcap * tanh(x / softcap), before the mask (Gemma 2, 2024). None: scores stay.
     sinks: [heads], a further logit in each row's softmax, without a value: the sink takes a share of the weights
-    (gpt-oss, 2025).
+    (gpt-oss, 2025). None: no sinks.
     documents: ids [..., S], the document of each key's token, where each document is a contiguous stretch; or the
     bounds that `document_bounds` makes of ids, once for all layers. A query sees the keys of its own document only.
     None: a row is one document.
-    order: for tokens whose order in memory is not the sequence's, as in context parallelism: runs [start, stop) of the
-    sequence, in memory order. Causal, window and dropout then follow the sequence, and bounds count tokens of the
-    sequence. None: memory has the sequence's order.
+    order: for tokens which are not in memory in the order of the sequence, as in context parallelism: the runs
+    [start, stop) of the sequence, in the order of memory. Causal, window and dropout then follow the sequence, and the
+    bounds in `documents` are positions in the sequence. None: memory has the sequence's order.
     dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout.
-    dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]; dropout_key
-    may be None without dropout. The mask is the same in every layout, and in every repetition of the call.
+    dropout_key, dropout_name: as `key` and `name` of `weft.kernels.dropout`, for attention weights [..., heads, T, S];
+    dropout_key may be None without dropout. The dropout mask is the same in every layout, and in every repetition of
+    the call.
     cache: holds the keys and values of earlier tokens; this call adds `key` and `value`. query, key and value then have
     the new tokens only, documents is [..., capacity] or [..., capacity, 2], and no gradient is recorded. None: key and
     value have all tokens.
@@ -81,7 +82,7 @@ def attention(
     be sharded on the tokens. documents are sharded on the leading dims as the query is, and sinks as the query's heads.
     The output has the query's layout.
     Communication: none.
-    Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and for a
+    Raises LayoutError for other layouts; ValueError for mismatched shapes, dtypes, devices or options, and for a
     document which ends and comes back, and for bounds that `document_bounds` cannot have made, where the host can read
     these; RuntimeError for a cache where gradients are recorded.
     """
@@ -90,7 +91,8 @@ def attention(
         raise ValueError(f"attention: cache is {described(cache)}; give a KeyValueCache")
     check_flag("attention", "causal", causal)
     check_name("attention", "dropout_name", dropout_name)
-    if dropout_key is not None and not dropout and not is_compiling():  # an int is compiled only where it is not used
+    # Compiled code may have an int as the key only without dropout, and then does not read the key.
+    if dropout_key is not None and not dropout and not is_compiling():
         check_key_kind("attention", "dropout_key", dropout_key)
     _check(query, key, value, head_dim, causal and cache is None)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -136,10 +138,10 @@ def attention(
 def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) -> bool:
     """Whether a plain call runs torch's function: on a GPU, where torch's is fused and was not measured as slower.
 
-    The table has causal calls with as many queries as keys. False for a query sharded on the tokens, because a causal
-    call is then not plain on each rank, and inside `exact_sums`.
+    The measurements of `is_kernel_faster` are of causal calls with as many queries as keys. False inside `exact_sums`,
+    and for a query sharded on the tokens: a causal call is then not plain on each rank.
     """
-    if not query.is_cuda or exact_axes() is not None:  # `exact_sums` runs an op for each coordinate, by Weft's backward
+    if not query.is_cuda or exact_axes() is not None:  # `exact_sums` needs an op with a backward of Weft
         return False
     if not plain.is_fused_on_gpu(query.dtype, head_dim):
         return False
@@ -219,8 +221,8 @@ def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, d
         raise RuntimeError("attention: a cache has no gradient; call the model in torch.no_grad()")
 
 
-# `number` and `length` differ in each call, and are no part of a plan's cache key. Without a backward of Weft: torch
-# differentiates the function of PLAIN, and WITH_CACHE has no gradient.
+# `number` and `length` differ in each call: the cache of `CallPlan`s ignores both. PLAIN has no backward, because torch
+# differentiates its forward; WITH_CACHE has none, because no gradient is recorded.
 PLAIN = Op("plain_attention", plain.forward, None, rule)
 ATTENTION = Op("attention", function.forward, function.backward, rule, varying=("number",))
 WITH_CACHE = Op("attention_with_cache", function.forward_with_cache, None, cache_rule, varying=("length",))
@@ -234,7 +236,7 @@ def document_bounds(documents: Tensor) -> Tensor:
 
     Layouts: sharded on the leading dims; the bounds are sharded as the ids.
     Communication: none.
-    Raises LayoutError for further layouts; ValueError for ids which are no ints, and for a document which ends and
+    Raises LayoutError for other layouts; ValueError for ids which are no ints, and for a document which ends and
     comes back, where the host can read the ids.
     """
     check_tensors("document_bounds", ("documents",), documents)

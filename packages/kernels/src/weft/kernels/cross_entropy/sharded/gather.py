@@ -24,7 +24,8 @@ from weft.reshard.extension import (
     world_cache,
 )
 
-from ...dispatch.backend import has_data
+from ...dispatch.arguments import described
+from ...dispatch.backend import has_data, is_compiling
 
 # Class numbers are gathered as two digits of this base, number % BASE and number // BASE: the rows are float32, which
 # is exact for 24 bits only.
@@ -102,6 +103,19 @@ class CheckedGather:
         if not on_gpu(rows):
             return gathered
         return torch.where(_shards_fit(rows, vocab_size), gathered, torch.nan)
+
+
+def check_group(op: str, group: object) -> None:
+    """Raise ValueError unless `group` is a process group with this rank. op: the op's name."""
+    # torch gives a rank outside a new group a group of another kind
+    is_group = isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_group and not is_compiling():
+        raise ValueError(
+            f"{op}: group is {described(group)}; give the process group of the ranks with the vocabulary, as "
+            f"dist.group.WORLD"
+        )
+    if dist.get_rank(group) < 0:  # type: ignore[arg-type]  # a group, by the check above
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
 
 
 def run_or_report(

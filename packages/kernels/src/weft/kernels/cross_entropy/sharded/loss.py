@@ -24,11 +24,11 @@ from ..options import (
     TensorForm,
     check,
     check_contiguous,
-    check_target,
     check_vocabulary,
+    refuse_target,
 )
 from .custom_ops import VocabShard, apply_custom_op
-from .gather import ShardClasses, placeholder_statistics, run_or_report
+from .gather import ShardClasses, check_group, placeholder_statistics, run_or_report
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
 
@@ -78,20 +78,21 @@ def cross_entropy(
     class_dim: the dim of the classes if not the last. Give 1 for logits in torch's form [N, V, ...].
     weight: [V], one weight for each class. None: 1 for all classes.
     label_smoothing: the share of the target distributed over all classes.
-    logit_scale, softcap: each logit x is replaced by cap * tanh(scale * x / cap), or without a cap by scale * x.
+    logit_scale, softcap: each logit x is replaced by cap * tanh(scale * x / cap); with the cap None by scale * x.
     z_loss: adds z_loss * logsumexp(logits)**2 to each token's loss (Chowdhery et al. 2022, section 5). Class weights
         do not apply to the z-loss: "mean" without a denominator divides this part by the number of tokens.
-    denominator: divides the sum for "mean", instead of the sum of the weights of tokens not ignored. If tokens are
+    denominator: divides the sum for "mean"; None: the sum of the weights of tokens not ignored. If tokens are
         sharded, give the global count to save the count and its all-reduce.
     inplace_backward: writes the gradient over the logits, which must be contiguous and not a leaf. Autograd raises in
-        a second backward, and in the backward of another op that saved the logits.
+        a second backward, and in the backward of another op that saved the logits. Ignored under torch.compile.
 
     Precision: the logits' gradient errs by less than a unit in the last place of its dtype. With label smoothing the
         gradient is a difference, and the unit is that of the larger of the two numbers subtracted. With a softcap or
         scale, the gradient of float32 logits has the error of float32 arithmetic.
 
-    If one shard has all classes and inplace_backward is off, the gradient of a scalar loss is computed in forward,
-    for a guess of the upstream gradient. Backward computes the gradient again if the guess was wrong.
+    Where the vocabulary is not sharded, forward computes the gradient of a scalar loss, for a guess of the upstream
+    gradient. Backward computes the gradient again if the guess was wrong. Not so in float16, and not with
+    inplace_backward or return_lse.
 
     Layouts: logits sharded over the vocabulary make the loss vocab-parallel; shards may be uneven or empty. Tokens
     may be sharded, with the target sharded alike: the loss is then sharded for "none", and Partial(sum) otherwise.
@@ -115,7 +116,8 @@ def cross_entropy(
         )
     if class_dim not in (-1, logits.ndim - 1):
         logits = logits.movedim(class_dim, -1)
-    check_target(logits.shape, target)
+    if target.shape != logits.shape[:-1]:
+        refuse_target(logits.shape, target)
     options = Options(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse, return_z_loss=return_z_loss,
@@ -139,9 +141,9 @@ def _select_outputs(outputs: tuple[Tensor, ...], options: Options) -> tuple[Tens
 
 
 def _first_backward(logits: Tensor, options: Options) -> FirstBackward | None:
-    """A `FirstBackward` if forward may compute the gradient, else None.
+    """The state by which forward may compute the gradient before backward; None if forward may not.
 
-    This gradient has its own memory: it cannot overwrite the logits, which another op may read before backward.
+    None with inplace_backward: forward must not overwrite the logits, which another op may read before backward.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
     return (
@@ -197,28 +199,30 @@ def vocab_parallel_cross_entropy(
 
     logits: [..., V], this rank's logits of the classes vocab_start to vocab_start + V of vocab_size. V may differ
         between ranks and may be 0.
-    target, weight, denominator: as in `cross_entropy`, with all classes, and the same on every rank.
+    target: [...], ids of the whole vocabulary. weight: [vocab_size]. Both, and the denominator, are the same on every
+        rank.
     options: as in `cross_entropy`. "mean" is over these tokens.
 
     Every rank of the group gets the same loss, to the last bit, and the gradient of its own logits.
 
-    Communication: one all-gather over `group` in forward, of 12 bytes per token and rank, as if there were two more
-    tokens; 8 bytes a token more with label smoothing, and 4 more with the accuracy. None in backward.
+    Communication: one all-gather over `group` in forward, of 12 bytes per token and rank; 8 bytes a token more with
+    label smoothing, and 4 more with the accuracy. Two rows beside the tokens' say which classes the rank has, and
+    whether the rank failed. None in backward.
 
     torch.compile(fullgraph=True) sees the loss as a single node of the graph.
 
-    Raises ValueError as `cross_entropy` does, on every rank of the group if any rank fails. Also if the ranks
-    together do not hold each class of the vocabulary exactly once, for example with gathered logits. On a GPU the
-    classes are checked in the first call with a group and its sizes. In later calls a misfit makes the loss NaN,
-    because the host waits for no device.
+    Raises ValueError as `cross_entropy` does, and if the ranks together do not hold each class of the vocabulary
+    exactly once, for example with gathered logits. On a CPU every rank raises if any rank fails. On a GPU the other
+    ranks raise only in the first call with this group, vocab_start, V and vocab_size: afterwards the host waits for no
+    device. In later calls the loss of the other ranks is NaN, if a rank fails or if the V of all ranks do not add up to
+    vocab_size.
 
     Every rank must gather the same number of bytes, so the ranks must agree on the number of tokens, label_smoothing,
     return_token_accuracy and whether the logits are float64. Weft does not compare these before the gather: where they
     differ, NCCL or gloo fails. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the sizes first, and every rank
     raises RuntimeError with the numbers of elements.
     """
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
+    check_group("vocab_parallel_cross_entropy", group)
     if is_compiling():
         _check_local(logits, target, weight)
         check_vocabulary(vocab_start, vocab_size)
@@ -261,8 +265,8 @@ def as_denominator(
     """The denominator as a scalar tensor on the logits' device. The host waits for no copy between devices.
 
     Called by all four losses, linear ones included, before the loss runs. logits: only dtype and device are read.
-    Raises ValueError for what is no number of 0 or more, and if the denominator or the weight requires a gradient;
-    LayoutError for a DTensor that is not replicated.
+    Raises ValueError for a denominator that is not a number of 0 or more, and if the denominator or the weight requires
+    a gradient; LayoutError for a DTensor that is not replicated.
     """
     for name, tensor in (("denominator", denominator), ("weight", weight)):
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
@@ -288,7 +292,10 @@ def as_denominator(
 
 
 def _check_divisor(denominator: object) -> float:
-    """The denominator, a number or a tensor of one on a CPU, as a float. Raises ValueError for what is no count."""
+    """The denominator, a number or a tensor of one on a CPU, as a float.
+
+    Raises ValueError for a denominator that is not a number of 0 or more.
+    """
     number = denominator.item() if isinstance(denominator, Tensor) else denominator
     if not (is_number(number) and 0 <= number <= MOST):
         raise ValueError(f"denominator is {number!r}; give a number, the count of tokens over all ranks")

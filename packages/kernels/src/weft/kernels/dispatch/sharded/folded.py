@@ -1,9 +1,11 @@
 """An op inside `exact_sums`, on a rank which stands for several coordinates of the named mesh.
 
-The named mesh has the axes of the real mesh with the sizes given to `exact_sums`. A rank of the real mesh stands for
-one or several coordinates of the named mesh, as `Fold` tells, each by a `FoldIndex`.
+Inside `exact_sums` every mesh gives the same bits as the named mesh, whose axes have the sizes given to `exact_sums`. A
+rank of a smaller mesh does the work of several ranks of the named mesh: the rank stands for their coordinates. `Fold`
+says which, and a `FoldIndex` numbers a rank's coordinates. The fold of an axis is the named size over the real size; a
+folded axis has a fold above 1.
 The op runs for each coordinate on the coordinate's parts of the operands, with the shapes, options and groups of a rank
-of the named mesh. Numbers are therefore the same as on the named mesh.
+of the named mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .rules import Sharding
 Needed = Sequence[bool]  # for each operand, whether its gradient is required
 # Attribute of a joined local tensor: the `HeldParts`, the tensor's version, and the joined parts.
 _PARTS = "_weft_parts"
-# Bytes of a part up to which `HeldParts._join_by_axis` is used: few calls matter more than copying often.
+# The largest part, in bytes, for which `HeldParts._join_by_axis` is used: few calls then save more than copies cost.
 _MOST_JOINED_BY_AXIS = 1 << 18
 
 
@@ -43,7 +45,8 @@ class HeldParts:
     # that replicates: the part is held once.
     first: Mapping[FoldIndex, FoldIndex]
     # How `_join_by_axis` joins. For each folded axis which is not replicated: (the dim to concatenate along, or None to
-    # stack; the number of parts). None for the whole field if two axes shard a dim against the mesh's order.
+    # stack; the number of parts). The field is None if two axes shard a dim in another order than the mesh's: parts are
+    # then copied one by one.
     joins: tuple[tuple[int | None, int], ...] | None
     stacked: tuple[int, ...]  # for each leading dim, the position in a `FoldIndex` of the axis with Partial
     # By index: where the coordinate's shard is in the local tensor, as (dim, start, length) for each sharded dim.
@@ -51,9 +54,9 @@ class HeldParts:
 
     @classmethod
     def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> HeldParts:
-        """For the local tensor of `rank`, of a tensor of global `shape`. layout: on the named mesh.
+        """How the local tensor of `rank`, of a tensor of global `shape`, holds the parts. layout: on the named mesh.
 
-        Raises LayoutError if the coordinates' shards are not exactly the rank's shard.
+        Raises LayoutError if the coordinates' shards do not together make up exactly the rank's shard.
         """
         layout = layout.resolved(shape)
         own = fold.from_named(layout).local_slices(shape, rank)
@@ -75,8 +78,8 @@ class HeldParts:
         if volume != math.prod(local):
             raise LayoutError(
                 f"a tensor of shape {tuple(shape)} is laid out ({layout}), and a shard on {fold.mesh} is not a whole "
-                f"number of shards on {fold.named}; choose sizes that both meshes divide, or name the mesh itself in "
-                f"exact"
+                f"number of shards on {fold.named}; choose sizes that both meshes divide, or give exact the sizes of "
+                f"this mesh"
             )
         stacked = tuple(i for i, axis in enumerate(fold.axes) if isinstance(layout[axis], Partial))
         positions = [fold.axes.index(axis) for axis in sharded]

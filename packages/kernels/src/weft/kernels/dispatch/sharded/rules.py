@@ -26,17 +26,17 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 class Sharding:
     """A layout rule's answer for given operands: layouts of outputs and gradients, and options which differ by rank."""
 
-    # Layout and global shape of the output; of the first output if the op returns a tuple.
+    #: layout and global shape of the output; of the first output if the op returns a tuple
     output: Layout
     shape: tuple[int, ...]
-    # (layout of each output's gradient) -> layout of each operand's gradient
+    #: (layout of each output's gradient) -> layout of each operand's gradient; None for no gradient
     gradient_layouts: Callable[..., tuple[Layout | None, ...]]
-    # (rank, mesh) -> options of forward and backward which depend on the rank, for example the first class of the
-    # vocabulary in the rank's shard of the logits. `CallPlan` keeps the result. Inside `exact_sums`, called for each of
-    # this rank's coordinates: rank is then the named mesh's, and mesh a `FoldedMesh`.
+    #: (rank, mesh) -> options of forward and backward which depend on the rank, for example the first class of the
+    #: vocabulary in the rank's shard of the logits. `CallPlan` keeps the result. Inside `exact_sums`, called for each
+    #: of this rank's coordinates: rank is then the named mesh's, and mesh a `FoldedMesh`.
     local_options: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
-    # Layout and global shape of each output after the first. None if the op returns a tensor instead of a tuple; ()
-    # for a tuple of one tensor.
+    #: layout and global shape of each output after the first. None if the op returns a tensor instead of a tuple; ()
+    #: for a tuple of one tensor.
     further_outputs: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
 
     @property
@@ -84,7 +84,7 @@ def require_one_layout(
     name: of the op.
     gradient_layouts: (the common layout) -> layout of each operand's gradient.
     num_shared: the first `num_shared` operands contribute to every output. The further operands contribute to the
-        last output alone, as a norm's weight does: they have no gradient if the last output has none.
+        last output alone, as the weight of `add_rms_norm` does: they have no gradient if the last output has none.
     The returned function raises LayoutError if the layouts differ.
     """
 
@@ -121,7 +121,8 @@ def check_operands(op: str, names: tuple[str, ...], required: int, *operands: ob
     """Raise ValueError for operands which are no tensors, or are on different devices. op: the op's name.
 
     names: of the operands, for the message. required: how many of the first operands may not be None.
-    Allocates nothing, because ops check in each call: first of all whether the operands are plain, and on a CPU.
+    Ops check in each call, so plain tensors on a CPU pass by a quick loop without allocations. Any other operands take
+    the full checks.
     """
     missing = required
     for each in operands:

@@ -22,12 +22,12 @@ from ...cross_entropy.options import (
     LossAndLse,
     Options,
     Reduction,
-    check_target,
     check_vocabulary,
+    refuse_target,
 )
 from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import VocabShard
-from ...cross_entropy.sharded.gather import VocabGather
+from ...cross_entropy.sharded.gather import VocabGather, check_group
 from ...cross_entropy.sharded.loss import as_denominator
 from ...dispatch.arguments import check_flag
 from ...dispatch.backend import is_compiling
@@ -96,13 +96,13 @@ def linear_cross_entropy(
     """`cross_entropy` of the logits `input @ linear_weight.T + linear_bias`, which never exist all at once.
 
     Otherwise as `torch.nn.functional.linear_cross_entropy`.
-    input: [..., H]. linear_weight: [V, H]. linear_bias: [V]. target: [...], int64, int32 or uint8.
+    input: [..., H]. linear_weight: [V, H]. linear_bias: [V], or None. target: [...], int64, int32 or uint8.
     Further arguments and the returned outputs are as in `cross_entropy`.
-    compute_dtype: the dtype to cast the GEMMs' factors to. The logits are never narrower than float32. By default the
+    compute_dtype: the dtype to cast the GEMMs' factors to. The logits are never narrower than float32. None: the
         input's dtype, which the weight must then have. If given, the gradients have the operands' own dtypes: the
         gradient of a float32 weight is the float32 sum. Under autocast, autocast's dtype.
     chunk_tokens: the number of tokens in a chunk, whose logits' gradient is in memory at once. A chunk is computed in
-        parts: only a part's logits are in memory at once. By default, chunks are as long as a limit of 1 GiB allows
+        parts: only a part's logits are in memory at once. None: chunks are as long as a limit of 1 GiB allows
         (64 MiB on a CPU). Within the limit are the gradient of a chunk's logits, a part's logits, and the lower bits
         of the weight gradient's sum; the first two get at least half. To choose equally on every rank, the default
         assumes an evenly sharded vocabulary. chunk_tokens and the dtype of the weight's gradient must be the same on
@@ -132,7 +132,8 @@ def linear_cross_entropy(
     check_operands("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
     form = cast_form(input, compute_dtype)
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
-    check_target((*input.shape[:-1], linear_weight.shape[0]), target)
+    if target.shape != input.shape[:-1]:
+        refuse_target((*input.shape[:-1], linear_weight.shape[0]), target)
     options = Options(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
         logit_scale=logit_scale, inplace_backward=inplace_backward, return_lse=return_lse, return_z_loss=return_z_loss,
@@ -232,8 +233,7 @@ def vocab_parallel_linear_cross_entropy(
     comparison raises alone, at once. The other ranks cannot learn of the failure: they wait in their next gather until
     the launcher or the group's timeout ends them.
     """
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
+    check_group("vocab_parallel_linear_cross_entropy", group)
     name = group.group_name
     shard = VocabShard(vocab_start, vocab_size, [name])
 

@@ -41,13 +41,13 @@ def on_local_tensors(
     in_layouts: placement by mesh axis for each input, by parameter name or in order. An input is replicated over axes
         not named. A named axis missing from the mesh counts as an axis of size 1. Every DTensor argument must be
         declared. A plain tensor next to DTensors counts as replicated, and raises LayoutError if declared otherwise.
-        Arguments which are no tensors are passed on.
+        Arguments which are no tensors are passed on. In a sequence, None leaves an argument undeclared.
     out_layouts: the same for the output. For a tuple of outputs, a sequence.
-    grad_layouts: the same for gradients of inputs, by parameter name, where the default is wrong. By default the
-        gradient of a sharded input has the input's layout. If an input is replicated over an axis and another input
+    grad_layouts: the same for gradients of inputs, by parameter name, where the default is wrong. By default (None)
+        the gradient of a sharded input has the input's layout. If an input is replicated over an axis and another input
         is not, the gradient of the replicated input is Partial on this axis: each rank adds a share.
     out_shapes: a function with the same parameters, called with the global torch.Size in place of each tensor. Returns
-        the output's global shape, or a tuple of shapes. Without out_shapes, the decorated function is called on meta
+        the output's global shape, or a tuple of shapes. Where None, the decorated function is called on meta
         tensors: once for inputs of the same shapes and dtypes and equal further arguments.
     reshard_inputs: reshard inputs with another layout to the declared layout, instead of raising LayoutError.
 

@@ -33,7 +33,7 @@ def linear(
     activation: str | None = None,
     input_activation: str | None = None,
 ) -> Tensor:
-    """`act(input_act(input) @ weight.T + bias)`, where both activations are optional.
+    """`act(input_act(input) @ weight.T + bias)`. An activation of None is left out.
 
     input: [..., K]. Any strides; the input is copied only where no view [N, K] exists.
     weight: [M, K].

@@ -52,12 +52,14 @@ def matmul(
     b: [K, N], or [..., K, N] with the leading dims of a.
     Returns [..., M, N] in out_dtype; None means a's dtype, or bfloat16 for 8-bit factors. Sums are in float32,
     rounded once.
+    bias, activation, residual, a_scale, b_scale: None leaves the term, the function or the factor out.
     bias: [N], in the dtype of the factors or of the output.
     activation: as in `linear`.
     residual: any shape that broadcasts to the output. A residual which broadcasts along some of the dims flattened
     below, but not along all, is first copied to full size.
     accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to this tensor in place and
     returns this tensor, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
+    None: the output is a new tensor.
     a_scale, b_scale: float32 factors of 8-bit a and b: a number, or a number for each row of a and each column of b.
     8-bit factors have no gradient.
 

@@ -32,7 +32,7 @@ def route(
     scale: float = 1.0,
     groups: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the k experts with the best scores for each token, and the weights of these experts.
+    """Choose the k experts with the highest logits for each token, and the weights of these experts.
 
     scores: the router's logits, [..., E], in bfloat16, float16, float32 or float64.
     Returns the experts, int32 [..., k], and the weights [..., k], in float32; in float64 for float64 scores. Experts
@@ -43,14 +43,14 @@ def route(
     value of `normalize`.
     normalize: divide a token's weights by their sum (Mixtral; Qwen3-MoE's norm_topk_prob).
     bias: [E], added to the softmax or sigmoid for the choice alone, not in the weights; with softmax_after added to
-    the logits. The bias has no gradient: a training loop corrects the bias (DeepSeek-V3, arXiv:2412.19437).
+    the logits. The bias has no gradient: a training loop corrects the bias (DeepSeek-V3, arXiv:2412.19437). None: 0.
     scale: a factor of the weights (DeepSeek-V3's routed_scaling_factor).
     groups: (n, m): the experts are n equal groups, and a token chooses from the m best groups. A group is judged by the
-    sum of the group's two highest scores, bias included (DeepSeek-V3's n_group and topk_group).
+    sum of the group's two highest scores, bias included (DeepSeek-V3's n_group and topk_group). None: from all experts.
 
     All arithmetic is in float32 at least. Without bias and groups the logits themselves decide the choice. A NaN counts
-    as the highest score, as in torch.topk: the NaN's expert is chosen, and all weights of the token are NaN. Under
-    "sigmoid" without normalize, the weight of the NaN's expert alone is NaN.
+    as the highest score, as in torch.topk: the NaN's expert is chosen. All weights of the token are then NaN; under
+    "sigmoid" without normalize, only the weight of the NaN's expert.
     Gradient: of the scores, through the weights alone. Saved for backward: the scores and the experts.
 
     Layouts: the scores are sharded on any dims of tokens; experts and weights are sharded alike. The bias is
@@ -143,10 +143,11 @@ def router_statistics(
     """Sums over tokens for a router's balance loss and z-loss, added to row `layer` of `statistics`.
 
     logits: [..., E], the scores given to `route`. experts: [..., k] of int32 or int64, from `route`.
-    statistics: the result for the layers before, [layers, 2 * E + 1]; None means zeros. The tensor is not written.
-    load: [B, E] from `sequence_load`, for logits [B, T, E]. The statistics then have a further column.
-    layer, layers: the number of this layer, from 0, and the number of layers.
-    Returns [layers, 2 * E + 1] in float32; in float64 for float64 logits. The row has
+    statistics: the result of the preceding layer with experts, [layers, S]; None means zeros. The tensor is not
+        written.
+    load: [B, E] from `sequence_load`, for logits [B, T, E]. None: no load.
+    layer, layers: this layer's row, and the number of rows: one for each layer with experts.
+    Returns [layers, S] in float32; in float64 for float64 logits. S is 2 * E + 1; 2 * E + 2 with `load`. The row has
     [0 : E], how often each expert was chosen, exact below 2**24 times;
     [E : 2 * E], the sum over tokens of softmax(logits) (Fedus et al. 2021);
     [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022);
@@ -232,15 +233,15 @@ def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     if statistics is not None and statistics != output:
         raise LayoutError(
             f"router_statistics: the statistics are ({statistics}), but the sums of logits ({logits}) are ({output}); "
-            f"give the statistics of the layers before, or reshard them to ({output})",
+            f"give the statistics of the preceding layer, or reshard them to ({output})",
             (logits, experts, output),
         )
     if load is not None:
         wanted = Layout.in_order(logits.mesh, dict.fromkeys(logits.shard_order.get(0, ()), Shard(0)))
         if load != wanted:
             raise LayoutError(
-                f"router_statistics: the load is ({load}), but a rank needs that of all tokens of its sequences, which "
-                f"are ({logits}); reshard it to ({wanted})",
+                f"router_statistics: the load is ({load}), but each rank needs the load over all tokens of its "
+                f"sequences; the logits are ({logits}); reshard the load to ({wanted})",
                 (wanted,),
             )
     operands = (logits,) if statistics is None else (logits, statistics)

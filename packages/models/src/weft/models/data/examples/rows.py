@@ -116,9 +116,10 @@ def pack(lengths: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 class TaskRows(Rows):
     """Some rows of examples. Made by `ExampleBatches`.
 
-    A row has the segments of its examples one after another, each a document, and then padding, a document of its own.
-    Example k of a row has document k; of dpo documents 2k (chosen) and 2k + 1 (rejected). The target of a place is the
-    next token of the segment if that token is learned, else -100; always -100 in a segment's last place and in padding.
+    A row has the segments of its examples one after another, each a document, and then padding. Padding is cut into
+    documents as long as a segment may be, because a model may have no positions beyond. Example k of a row has document
+    k; of dpo documents 2k (chosen) and 2k + 1 (rejected). The target of a place is the next token of the segment if
+    that token is learned, else -100; always -100 in a segment's last place and in padding.
     """
 
     # The global numbers of the rows' examples over all sources, [rows, examples_per_row] int64; -1 for none.
@@ -166,6 +167,7 @@ class ExampleBatches:
             weights = [weight for _, weight in data.parts]
         self._task = self._sources[0].task
         self._batch_size = batch_size
+        self._length = sequence_length
         self.row_width = sequence_length * (2 if self._task == "dpo" else 1)  # places of a row
         self._end = self._sources[0].tokenizer.end
         self._firsts = np.cumsum([0, *(len(source.lengths) for source in self._sources)])  # each source's first example
@@ -318,8 +320,8 @@ class ExampleBatches:
                 positions[row, place:stop] = np.arange(stop - place)
                 documents[row, place:stop] = document
                 place, document = stop, document + 1
-            positions[row, place:] = np.arange(self.row_width - place)
-            documents[row, place:] = document
+            left = np.arange(self.row_width - place)
+            positions[row, place:], documents[row, place:] = left % self._length, document + left // self._length
         return TaskRows(
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),

@@ -34,13 +34,13 @@ BETWEEN_GRAPHS = between_graphs(
 def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
     """Replace the forward of each module of experts that is sharded over "ep". Called by `parallelize`.
 
-    mesh: of the model, or of a pipeline stage. The module's own forward takes tokens [n, H], chosen experts [n, k] and
-    weights [n, k]. The new forward takes DTensors, and calls the own forward twice: for this rank's tokens and for
-    received tokens. The own forward then gets local tensors, finds local parameters in the module, and numbers experts
-    from the rank's first; choices of remote experts are `NO_EXPERT`.
+    mesh: of the model, or of a pipeline stage. The original forward takes tokens [n, H], chosen experts [n, k] and
+    weights [n, k]. The new forward takes DTensors, and calls the original forward twice, on local tensors: for this
+    rank's tokens, and for received tokens. During these calls the module's parameters are local, and experts are
+    numbered from the rank's first; choices of remote experts are `NO_EXPERT`.
     A compiled block runs the module between two graphs, so `block.compile(fullgraph=True)` raises torch's Unsupported.
-    Communication: making the group along "ep". In a call, as `Passage`, and reshards of tokens that are replicated over
-    any of `folded_axes`.
+    Communication: here, making the group along "ep". In each call: the exchange of the counts of tokens, where tokens
+    are exchanged; as `Passage`; and reshards of tokens that are replicated over any of `folded_axes`.
     """
     for name, plan in find_expert_plans(module_plans).items():
         module = model.get_submodule(name)
@@ -58,7 +58,7 @@ class _ExpertCalls:
 
     mesh: ProcessMesh  # of the model, or of a pipeline stage
     plan: ExpertPlan
-    takes_rows: bool  # whether the own forward takes `rows`, the number of choices of local experts
+    takes_rows: bool  # whether the original forward takes `rows`: how many choices of the tokens are local experts
     # Started by `_announce_choices` for the next `_forward`; None where `_forward` starts the exchange, or gathers.
     early_exchange: Exchanging | None = field(default=None, init=False)
 
@@ -167,7 +167,7 @@ def _begin(calls: _ExpertCalls, members: ExpertRanks, x: DTensor, experts: Tenso
 
 @lru_cache(maxsize=1024)
 def _positions(ranks: tuple[int, ...]) -> Sequence[int]:
-    """By rank of the group, in ascending order, the position in `ranks`. A range where positions ascend, too."""
+    """For each of the group's ranks, in ascending order, the rank's index in `ranks`. A range if `ranks` ascends."""
     positions = [ranks.index(rank) for rank in sorted(ranks)]
     return range(len(ranks)) if positions == [*range(len(ranks))] else positions
 

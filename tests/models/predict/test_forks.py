@@ -1,0 +1,103 @@
+"""Forked processes give the results and the errors of a single process, and end with their parent's work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from weft.models.predict.forks import Forks, count_cores
+
+
+def square(number: int) -> tuple[int, int]:
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return number**2, os.getpid()
+
+
+def end(number: int) -> int:
+    if os.getpid() != PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+PARENT = os.getpid()
+
+
+def test_calls_are_made_in_as_many_processes_as_are_given_and_each_result_is_of_its_call() -> None:
+    with Forks(square, count=2) as forks:
+        for number in range(20):
+            forks.start(square, number)
+        made = [forks.result(square, number) for number in reversed(range(20))]
+    assert [value for value, _ in made] == [number**2 for number in reversed(range(20))]
+    processes = {process for _, process in made}
+    assert len(processes) == 2 and os.getpid() not in processes
+
+
+def test_with_a_count_of_1_no_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process is forked"))
+    with Forks(square, count=1) as forks:
+        forks.start(square, 3)
+        assert not forks.has_room
+        assert forks.take(square, 3) is None
+        assert forks.result(square, 3) == (9, os.getpid())
+
+
+def test_an_error_is_that_of_the_call_made_here() -> None:
+    with Forks(square, count=2) as forks:
+        forks.start(square, -3)
+        with pytest.raises(ValueError, match="-3 is negative"):
+            forks.result(square, -3)
+        assert forks.result(square, 3)[0] == 9  # the process goes on
+
+
+def test_what_an_ended_process_leaves_is_made_here() -> None:
+    with Forks(end, square, count=2) as forks:
+        for number in range(4):
+            forks.start(end, number)
+        assert [forks.result(end, number) for number in range(4)] == [0, 1, 2, 3]
+        assert forks.result(square, 3) == (9, os.getpid())
+
+
+def test_no_process_is_left() -> None:
+    others = {*multiprocessing.active_children()}
+    with pytest.raises(KeyboardInterrupt), Forks(square, time.sleep, count=2) as forks:
+        assert forks.result(square, 1)[1] in {each.pid for each in multiprocessing.active_children()}
+        for seconds in (60, 61, 62):
+            forks.start(time.sleep, seconds)
+        raise KeyboardInterrupt
+    assert {*multiprocessing.active_children()} == others
+
+
+PROGRAM = """
+import os, sys, time
+from weft.models.predict.forks import Forks
+def wait():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+with Forks(wait, count=2) as forks:
+    print(os.getpid(), flush=True)
+    forks.result(wait)
+"""
+
+
+def test_ctrl_c_ends_all_processes_with_the_error_of_the_program_alone() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None
+        _, child = (int(program.stdout.readline()) for _ in range(2))
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.wait(60) == -signal.SIGINT
+        assert program.stderr.read().count("Traceback") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_the_cores_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert count_cores() == 3
