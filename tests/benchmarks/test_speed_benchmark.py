@@ -187,9 +187,9 @@ def failing_later(calls: int) -> Callable[..., Tensor]:
 
 
 def test_a_package_that_cannot_be_imported_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, and is broken: the ways of it fail, and what is timed is the rest."""
+    """Of an installed but broken library, the ways fail; the remaining ways are timed."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("liger_kernel", "cut_cross_entropy"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)  # so that its import raises
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)  # the import raises
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", ModuleType("cut_cross_entropy"))
     ways = losses.of_products([speed._factors(70, 256, 8, "cpu")])
     assert ways.failed["Liger"].startswith("ModuleNotFoundError: ")

@@ -26,6 +26,7 @@ from weft.models import (
     PipelinePlan,
     QwenConfig,
     QwenMoeConfig,
+    RouterLosses,
     YarnRopeScaling,
     clip_gradients,
     forward_backward,
@@ -33,6 +34,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.config import ExpertOptions
+from weft.models.step.forward_backward import divide_batch
 from weft.models.train.config import (
     OPTIMIZERS,
     DataConfig,
@@ -262,3 +264,12 @@ def test_a_context_whose_positions_float32_does_not_hold_is_refused(wrong: dict[
     last, one = torch.tensor([2**24 - 2, 2**24 - 1, 2**24, 2**24 + 1]), torch.ones(1)
     narrow, wide = (kernels.rope_tables(last, each)[0].unique().numel() for each in (one, one.double()))
     assert (narrow, wide) == (3, 4)  # float32 has the last two positions as one
+
+
+@pytest.mark.parametrize("number", [True, 1.5, "2"])
+def test_a_number_of_microbatches_of_another_kind_is_refused(number: Any) -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="microbatches is"):
+        divide_batch(torch.nn.Linear(1, 1), tokens, tokens, number, {})
+    with pytest.raises(ValueError, match="microbatches is"):
+        RouterLosses(cross_entropy, microbatches=number)

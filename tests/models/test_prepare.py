@@ -57,8 +57,8 @@ def test_every_document_is_there_once_in_order_with_its_end(
     assert (len(manifest.shards) == 1) == (part_bytes == 10**6)
 
 
-def test_texts_are_taken_from_the_field_and_the_column_that_are_named(tmp_path: Path) -> None:
-    """Files also have other text fields, one of them with the default name."""
+def test_texts_are_taken_from_the_named_field_and_column(tmp_path: Path) -> None:
+    """The files have further text fields, one with the default name."""
     files = [
         write_jsonl(tmp_path / "in", TEXTS, field="body", text="not this"),
         write_parquet(tmp_path / "in", TEXTS[::-1], column="content", text="nor this", body="nor that"),

@@ -1,4 +1,4 @@
-"""A run that does not fit its machine is refused before it starts; a run that fits never is."""
+"""A run too large for the machine is refused before processes start; a run that fits is not refused."""
 
 from __future__ import annotations
 

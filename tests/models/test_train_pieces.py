@@ -124,8 +124,8 @@ def test_a_config_is_checked_when_it_is_made(make, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "llama3.2-1b"])
-def test_a_rotary_model_says_the_length_that_it_is_trained_on(name: str) -> None:
-    """So `generate`, and readers of its config.json, take contexts of that length."""
+def test_a_rotary_model_states_the_length_of_training(name: str) -> None:
+    """`generate`, and readers of config.json, then take contexts of this length."""
     config = recipe(name)
     longer = config.model.max_seq_len + 1
     made = replace(config, data=replace(config.data, sequence_length=longer))

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from weft.mesh.extension import is_number
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
@@ -56,27 +58,27 @@ def check_drawing(
         (
             "max_new_tokens",
             max_new_tokens,
-            _is_number(max_new_tokens, Integral) and 0 <= max_new_tokens <= MOST_NEW_TOKENS,
+            _is_whole(max_new_tokens) and 0 <= max_new_tokens <= MOST_NEW_TOKENS,
             f"a whole number, 0 or more, and at most {MOST_NEW_TOKENS:,}",
         ),
         (
             "temperature",
             temperature,
-            _is_number(temperature, Real) and 0 <= temperature < math.inf,
+            is_number(temperature) and 0 <= temperature < math.inf,
             "a number, 0 or more; 0 takes the likeliest token",
         ),
-        ("top_k", top_k, top_k is None or (_is_number(top_k, Integral) and top_k >= 1), "a whole number, 1 or more"),
+        ("top_k", top_k, top_k is None or (_is_whole(top_k) and top_k >= 1), "a whole number, 1 or more"),
         (
             "top_p",
             top_p,
-            top_p is None or (_is_number(top_p, Real) and 0 < top_p <= 1),
+            top_p is None or (is_number(top_p) and 0 < top_p <= 1),
             "a number above 0, and at most 1",
         ),
         ("use_cache", use_cache, isinstance(use_cache, bool), "True or False"),
         (
             "ends",
             ends,
-            isinstance(ends, Sequence | Set) and all(_is_number(end, Integral) for end in ends),
+            isinstance(ends, Sequence | Set) and all(map(_is_whole, ends)),
             "a list of token ids",
         ),
     )
@@ -85,9 +87,9 @@ def check_drawing(
             raise ValueError(f"{names.get(name, name)} is {value!r}; it must be {requirement}")
 
 
-def _is_number(value: object, kind: type) -> bool:
-    """Whether the value is a number of this kind, of numpy too; a bool is none."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _is_whole(value: object) -> bool:
+    """Whether the value is an int, of numpy too. False for a bool."""
+    return is_number(value) and isinstance(value, Integral)
 
 
 def check_sizes(config: Any, *names: str) -> None:

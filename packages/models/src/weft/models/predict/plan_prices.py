@@ -26,8 +26,8 @@ from .plans import Candidate
 from .price import fuse, seconds_of, transfer
 from .search import Bound
 from .stage_traces import StageTraces
-from .trace import RUN_MICROBATCHES
-from .workload import Workload, times_of
+from .trace import RUN_MICROBATCHES, times_of
+from .workload import Workload
 
 ROUNDING = 1 - 1e-9  # on bounds: added up in a different order than prices, sums must not be above the price
 STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks

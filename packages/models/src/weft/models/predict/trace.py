@@ -62,7 +62,7 @@ def trace_step(
         shape = replace(shape, rank=mesh.rank_at(**dict.fromkeys(mesh.axis_names, 0)))
     if is_stage:
         plan = replace(plan, zero=2 if plan.zero == 3 else plan.zero)
-    times = (1,) * count if count <= RUN_MICROBATCHES else (1, count - 2, 1)
+    times = times_of(count)
     if count > 1:
         rows, *sizes = shape.batch
         assert not isinstance(rows, Tensor), "tensors are not divided into microbatches"
@@ -93,6 +93,11 @@ def trace_step(
             message_bytes=observer.message_bytes,
         )
         return trace if by_gradient else merge_sums(trace, bucket_bytes)
+
+
+def times_of(count: int) -> tuple[int, ...]:
+    """`Trace.times` of a step of `count` microbatches: for how many each microbatch of the trace stands."""
+    return (1,) * count if count <= RUN_MICROBATCHES else (1, count - 2, 1)
 
 
 def merge_sums(trace: Trace, bucket_bytes: int) -> Trace:

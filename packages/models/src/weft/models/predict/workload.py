@@ -19,7 +19,7 @@ from ..step.criterion import Criterion
 from ..step.record import StepShape
 from .events import Trace
 from .plans import Candidate
-from .trace import RUN_MICROBATCHES, Reduced, merge_sums, reduce_model, trace_step
+from .trace import RUN_MICROBATCHES, Reduced, merge_sums, reduce_model, times_of, trace_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,8 +130,3 @@ class Workload:
                 reduced=reduced,
                 by_gradient=True,
             )
-
-
-def times_of(count: int) -> tuple[int, ...]:
-    """`Trace.times` of a step of `count` microbatches: for how many each microbatch of the trace stands."""
-    return (1,) * count if count <= RUN_MICROBATCHES else (1, count - 2, 1)

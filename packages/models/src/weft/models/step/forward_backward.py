@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, derive_key
+from weft.mesh.extension import as_int
 from weft.reshard import GradientSync, exact_sums, layout_of
 from weft.reshard.extension import exact_axes, wrap
 
@@ -98,8 +99,7 @@ def divide_batch(
     `exact_sums` as `lay_out_batch`, and for several microbatches of DTensors.
     """
     mesh_and_plan = mesh_and_plan_of(model)
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ValueError(f"microbatches is {count!r}; give a whole number that divides the batch's rows")
+    count = as_int("microbatches", count)
     rows = tokens.shape[0]
     if isinstance(tokens, DTensor):
         of_ranks = _rows_of_ranks(layout_of(tokens), tuple(tokens.shape))

@@ -18,7 +18,7 @@ from weft.mesh import Layout, LayoutError, Partial
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import cotangent, named_size, wrap
 
-from ..checks import check_coefficients
+from ..checks import check_coefficients, check_sizes
 from ..experts import MixtureOfExperts
 from ..initialization import local_slices
 from ..losses import local_value
@@ -47,7 +47,8 @@ class RouterLosses:
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
     Communication: the sum of the choices [layers, E] over the axes that shard tokens. Where the logits' loss is not
     Partial over such an axis, as over "tp" with sequence parallelism, also the sum of all statistics over this axis.
-    Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
+    Raises ValueError for a negative coefficient, for microbatches below 1, for an output without statistics, and for no
+    tokens.
     """
 
     #: of logits and targets, as for `forward_backward`. The sums of a `LossWithParts` are kept.
@@ -59,10 +60,7 @@ class RouterLosses:
 
     def __post_init__(self) -> None:
         check_coefficients("RouterLosses", self, "balance", "z")
-        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise ValueError(
-                f"RouterLosses: microbatches is {self.microbatches!r}; it must be a whole number, 1 or more"
-            )
+        check_sizes(self, "microbatches")
 
     @property
     def num_sums(self) -> int:
