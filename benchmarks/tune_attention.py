@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from weft.kernels.attention.plain import TABLE, AttentionMeasurement, CallClass
 from weft.kernels.dispatch.backend import chip_of
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 
 from benchmarks.attentions import KERNEL, TORCH, Case, truth_of, ways_of
 from benchmarks.measure_gpu import UNFINISHED

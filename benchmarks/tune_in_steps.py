@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import all_gather_matmul, linear, matmul_reduce_scatter
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 from weft.kernels.matmul.sharded.choice import TABLE, OverlappedOp, ShardedProduct, Timing, chip_name
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard

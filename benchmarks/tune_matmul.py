@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 from weft.kernels.matmul.configurations import (
     BY_POINTERS,
     FLAT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, OverlappedOp, ShardedProduct, Timing
 
 from benchmarks import tune_in_steps

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import evaluate
-from weft.models.data.split import even_middles
+from weft.models.data.streams import even_middles
 
 from tests.models.chat_folder import save_chat_folder
 

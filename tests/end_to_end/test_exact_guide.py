@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import main
-from weft.models.train.arithmetic import end_of_bits
+from weft.models.train.digests import end_of_bits
 from weft.models.train.saved_run import ARITHMETIC
 
 from tests.architecture.rules import ROOT

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from weft import kernels
-from weft.kernels.dispatch.autocast import CASTS
+from weft.kernels.dispatch.backend import CASTS
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
 

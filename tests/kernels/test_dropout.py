@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from weft import kernels
 from weft.kernels.dropout import function
 from weft.kernels.launching.traffic import Traffic, counted_traffic
-from weft.kernels.random.part import Part
+from weft.kernels.random.philox import Part
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
 from weft.reshard import distribute, layout_of
 from weft.reshard.world.groups import world_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels.dispatch.fresh_memory import ALIGNMENT, fresh_memory
+from weft.kernels.dispatch.backend import ALIGNMENT, fresh_memory
 
 WHOLE = torch.arange(4 * 6 * 16, dtype=torch.float32).view(4, 6, 16)
 VIEWS = {

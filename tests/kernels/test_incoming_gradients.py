@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft import kernels
-from weft.kernels.packing import pack, unpack
+from weft.kernels.plain import pack, unpack
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import Slice, distribute, layout_of, plan, to_global
 

@@ -139,7 +139,7 @@ LONG = {
 @pytest.mark.parametrize("of", LONG)
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
 def test_long_rows(name: str, of: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.launching.rows import RowTile
+    from weft.kernels.launching.launched import RowTile
     from weft.kernels.layer_norm import launch as of_layer
     from weft.kernels.rms_norm import launch
 

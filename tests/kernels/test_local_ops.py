@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels.attention import function as attention
 from weft.kernels.dispatch.op import Op
 from weft.kernels.dispatch.sharded import apply
-from weft.kernels.elementwise import sharded as elementwise
-from weft.kernels.gelu import function as gelu
 from weft.kernels.layer_norm import function as layer_norms
 from weft.kernels.matmul import function as products
+from weft.kernels.plain import sharded as elementwise
 from weft.kernels.rms_norm import function as rms_norms
 from weft.kernels.rope import function as rope
 from weft.kernels.swiglu import function as swiglu
@@ -28,6 +27,7 @@ def plain(function):
 
 
 matmul = SimpleNamespace(__name__=products.__name__, forward=products.linear, backward=products.linear_backward)
+gelu = SimpleNamespace(__name__="gelu.function", forward=swiglu.gelu_forward, backward=swiglu.gelu_backward)
 norm, layer_norm = plain(rms_norms), plain(layer_norms)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from weft import kernels
-from weft.kernels.attention import custom_ops as of_attention
+from weft.kernels.attention import function as of_attention
 from weft.kernels.attention.options import AttentionOptions
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
@@ -84,8 +84,8 @@ def attend() -> tuple[Tensor, ...]:
     query, key, value = (normal(1, 3, 16, seed=seed).float() for seed in range(3))
     operands = query, key, value, torch.tensor([[1, 0, 0]]), KEY, torch.zeros(4)
     given = AttentionOptions(head_dim=4, window=2, softcap=3.0, dropout=0.5, order=((2, 3), (0, 2)))
-    output, lse = of_attention.forward(operands, given)
-    return of_attention.backward(output, operands, output, lse, given)[:3]
+    output, lse = of_attention.traced_forward(operands, given)
+    return of_attention.traced_backward(output, operands, output, lse, given)[:3]
 
 
 CALLS["attention attention_backward"] = attend

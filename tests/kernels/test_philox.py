@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels.random import philox
-from weft.kernels.random.part import Part, merge
+from weft.kernels.random.philox import Part, merge
 from weft.mesh import ProcessMesh
 
 from tests.support import philox as oracle

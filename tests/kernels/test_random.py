@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft import kernels
 from weft.kernels.random import normal_, philox
-from weft.kernels.random.part import Part
+from weft.kernels.random.philox import Part
 from weft.kernels.random.sharded import _fill_normal, _fill_uniform
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import layout_of

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from weft.kernels import attention, dropout
 from weft.kernels.dispatch.token_order import as_laid, as_read
-from weft.kernels.packing import pack, unpack
+from weft.kernels.plain import pack, unpack
 from weft.mesh import Layout, LayoutError
 from weft.reshard import distribute, layout_of, to_global
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from weft.models.compare.digest import Digest, digest_part, place_of
-from weft.models.compare.grid import block_slices, count_blocks
+from weft.models.compare.record_file import block_slices, count_blocks
 
 CPU = torch.device("cpu")
 SHAPES = [

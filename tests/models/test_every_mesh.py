@@ -40,9 +40,8 @@ from weft.models import (
     parallelize,
     record,
 )
-from weft.models.config import ModelConfig
+from weft.models.config import MixtureConfig, ModelConfig
 from weft.models.families import make_model
-from weft.models.mixture_config import MixtureConfig
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import NAMES
 from weft.models.step.find_gradients import clip_gradients, find_gradients

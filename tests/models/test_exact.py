@@ -33,9 +33,8 @@ from weft.models import (
     initialize,
     parallelize,
 )
-from weft.models.config import ModelConfig
+from weft.models.config import MixtureConfig, ModelConfig
 from weft.models.families import make_model
-from weft.models.mixture_config import MixtureConfig
 from weft.models.schedules.schedule import NAMES
 from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide_batch

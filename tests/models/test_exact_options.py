@@ -9,8 +9,8 @@ import pytest
 import torch
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig, ParallelPlan
-from weft.models.train.arithmetic import arithmetic_of, end_of_bits
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
+from weft.models.train.digests import arithmetic_of, end_of_bits
 from weft.models.train.results import Results
 from weft.models.train.run import complete_plan
 from weft.models.train.saved_run import ARITHMETIC

@@ -26,7 +26,7 @@ from weft.models import (
 from weft.models.config import ExpertOptions
 from weft.models.experts import MixtureOfExperts
 from weft.models.families import family_of, make_model
-from weft.models.step.router import update_correction_biases
+from weft.models.step.loss_parts import update_correction_biases
 from weft.models.train.metrics_file import draw_load
 
 from tests.models.folders import close, gradient_in, their_model, tokens_for

@@ -19,8 +19,8 @@ from weft.models import (
     parallelize,
     record,
 )
+from weft.models.config import MixtureConfig
 from weft.models.families import make_model
-from weft.models.mixture_config import MixtureConfig
 from weft.models.step.criterion import weight_criterion
 from weft.models.step.find_gradients import StepResult, find_gradients
 from weft.models.step.forward_backward import divide_batch

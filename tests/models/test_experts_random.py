@@ -34,7 +34,7 @@ from weft.models import (
     save_checkpoint,
 )
 from weft.models.checks import divisors
-from weft.models.mixture_config import MixtureConfig
+from weft.models.config import MixtureConfig
 from weft.models.schedules.schedule import NAMES
 from weft.models.step.criterion import weight_criterion
 from weft.models.step.forward_backward import divide_batch

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.models import ExpertPlan, ParallelPlan, parallelize
 from weft.models.experts import Experts
-from weft.models.parallel.experts.price import LINKS, expected_share, price_of
-from weft.models.parallel.experts.transport import pack_choices, unpack_choices
+from weft.models.parallel.experts.transport import LINKS, expected_share, pack_choices, price_of, unpack_choices
 from weft.models.parallel.styles import ExpertParallel
 from weft.models.plan_options import TokenTransport
 from weft.models.train.measure import CollectiveCount

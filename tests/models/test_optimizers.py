@@ -24,8 +24,7 @@ from weft.models import (
     parallelize,
     save_checkpoint,
 )
-from weft.models.train.config import NOT_ELEMENTWISE, OPTIMIZERS, OptimizerConfig
-from weft.models.train.learning_rate import learning_rate
+from weft.models.train.config import NOT_ELEMENTWISE, OPTIMIZERS, OptimizerConfig, learning_rate
 from weft.models.train.optimizer import make_optimizer
 from weft.reshard import distribute, layout_of, to_global
 

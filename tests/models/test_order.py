@@ -16,8 +16,7 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models.data.batches import Batches, Rows, SourceTurns, permute
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import Data, find_data, parse_mixture
-from weft.models.data.split import split
-from weft.models.data.streams import ShardStream, TextStream
+from weft.models.data.streams import ShardStream, TextStream, split
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer
 
 T, BATCH = 8, 16

@@ -26,7 +26,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.layers import DotProductAttention
-from weft.models.parallel.packed.rows import RowOrders
+from weft.models.parallel.packed.exchange import RowOrders
 from weft.reshard import GradientSync, reshard, to_global
 
 from tests.models.cases import whole

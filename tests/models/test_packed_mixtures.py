@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from weft.mesh import ProcessMesh
 from weft.models import lay_out_batch, parallelize
-from weft.models.parallel.packed.rows import RowOrders
+from weft.models.parallel.packed.exchange import RowOrders
 from weft.reshard import GradientSync, to_global
 
 from tests.models.cases import whole

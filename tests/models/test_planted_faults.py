@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from weft.models import GPTConfig, LlamaConfig, MixtralConfig, QwenConfig
-from weft.models.compare.entries import Header, StepDigests
 from weft.models.compare.judge import Judge
+from weft.models.compare.record_file import Header, StepDigests
 from weft.models.compare.report import describe
 from weft.models.train.digests import header_of
 from weft.models.train.trainer import Trainer

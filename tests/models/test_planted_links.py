@@ -12,9 +12,9 @@ import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
 from weft.models.safe_files import append, write_anew
+from weft.models.train.metrics_file import Trackers
 from weft.models.train.recipes import recipe
 from weft.models.train.results import NotWritten, Results
-from weft.models.train.trackers import Trackers
 
 from tests.models.metrics import some_metrics
 

@@ -12,9 +12,9 @@ import pytest
 from weft.models.cli import main
 from weft.models.data.manifest import read_manifest
 from weft.models.data.prepare import prepare
+from weft.models.data.shards import verify
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, Tokenizer, byte_tokenizer, find_tokenizer
-from weft.models.data.verify import verify
 
 from tests.models.texts import TEXTS, contents, write_jsonl, write_parquet, write_text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from weft.models.mixture_config import MixtureConfig
+from weft.models.config import MixtureConfig
 from weft.models.published import PUBLISHED
 from weft.models.train.measure import flops_per_token
 from weft.models.train.recipes import RECIPES

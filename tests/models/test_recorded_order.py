@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import lay_out_batch, parallelize
-from weft.models.compare.entries import Key, StepDigests
+from weft.models.compare.record_file import Key, StepDigests
 from weft.models.compare.recorder import Recorder
 from weft.models.parallel.batch import Batch
 from weft.models.parallel.pipeline.step import Microbatch

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from weft.models import from_pretrained
-from weft.models.checkpoint.checksums import INDEX_FILE
 from weft.models.checkpoint.convert import convert
+from weft.models.checkpoint.tensors import INDEX_FILE
 
 from tests.models.folders import CLASSES, close, their_model, their_saved, tokens_for
 

@@ -19,10 +19,9 @@ from weft.mesh import Layout, Partial, ProcessMesh, Shard
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.train.measure import flops_per_token, peak_flops
-from weft.models.train.metrics_file import draw_curves, read_curves, save_picture
+from weft.models.train.metrics_file import Trackers, check_trackers, draw_curves, read_curves, save_picture
 from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
-from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
 from weft.reshard.moving.waits import WaitTimer, measure_waits
 
@@ -262,6 +261,6 @@ def test_a_run_that_goes_on_is_the_same_at_weights_and_biases(wandb: list[dict[s
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(())
-    monkeypatch.setattr("weft.models.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.models.train.metrics_file.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"track is wandb, which is not installed; .*pip install wandb$"):
         check_trackers(("wandb",))

@@ -18,9 +18,8 @@ from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
 from weft.models.rope_scaling import DynamicRopeScaling
 from weft.models.step.find_gradients import clip_gradients
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, learning_rate
 from weft.models.train.folder import check_new, find_checkpoint
-from weft.models.train.learning_rate import learning_rate
 from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import opening_lines

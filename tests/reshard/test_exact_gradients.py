@@ -257,6 +257,26 @@ def test_gradients_beside_grad(pool, mesh):
     pool.run(handed_over, mesh, ranks=math.prod(mesh))
 
 
+def given_to_two_parameters():
+    """Both parameters have the same gradient in the first pass, and only one has a gradient in the second pass."""
+    mesh = ProcessMesh.grid(dp=1)
+    with exact_sums({"dp": 4}):
+        model = nn.Module()
+        model.first, model.second = (nn.Parameter(distribute(torch.zeros(3), Layout(mesh))) for _ in range(2))
+        sync = GradientSync(model)
+        ones, twos = (wrap(torch.full((4, 3), number), Layout(mesh, "dp: P"), (3,)) for number in (1.0, 2.0))
+        with sync.paused():
+            (Give.apply(model.first, lambda: ones) + Give.apply(model.second, lambda: ones)).backward()
+            Give.apply(model.first, lambda: twos).backward()
+        sync.wait()
+        return [to_global(each.grad) for each in (model.first, model.second)]
+
+
+def test_a_later_pass_is_added_to_one_of_two_parameters_with_the_same_gradient(pool):
+    (found,) = pool.run(given_to_two_parameters, ranks=1)
+    assert [each.tolist() for each in found] == [[12.0] * 3, [4.0] * 3]
+
+
 def bytes_of_a_step(mesh_shape):
     """Bytes received in a step outside of `exact_sums` and inside, for gradients without folded outer axes."""
     mesh, sizes = ProcessMesh.grid(dp=mesh_shape[0], tp=mesh_shape[1]), {}

@@ -7,8 +7,7 @@ import pytest
 import torch
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import exact_sums
-from weft.reshard.moving.addends import addends_of, stacked_shape
-from weft.reshard.moving.tree import Members, tree_order, tree_reduce, tree_sum
+from weft.reshard.moving.tree import Members, addends_of, stacked_shape, tree_order, tree_reduce, tree_sum
 
 
 def tree_of(addends):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from weft.kernels.random import philox, sharded
-from weft.kernels.random.part import Part
+from weft.kernels.random.philox import Part
 
 draw = sharded._fill_normal
 SMALL = 2**14  # elements; larger parts are drawn anew

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from weft.kernels.random import normal_, philox
-from weft.kernels.random.part import Part
+from weft.kernels.random.philox import Part
 from weft.kernels.random.sharded import _fill_normal
 
 from tests.support import draws

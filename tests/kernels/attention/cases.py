@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from weft.kernels.attention.drop import Drop
+from weft.kernels.attention.options import Drop
 from weft.kernels.attention.ranges import Ranges, document_bounds, keys_seen, ranges_from_keys
 
 from tests.kernels.attention.dense import Dropped, dense, seen_by

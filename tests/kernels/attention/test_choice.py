@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import attention
 from weft.kernels.attention import plain
 from weft.kernels.attention.plain import TABLE, AttentionMeasurement, CallClass, faster_calls, is_kernel_faster
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 
 OF = CallClass.of("sm_90", torch.bfloat16, 64, 1000)
 ROW = AttentionMeasurement(of=OF, seconds=1.0, torch_seconds=2.0, where="a test")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels.attention.exchanged import Places, backward, forward
-from weft.kernels.attention.visible import VisibleKeys
+from weft.kernels.attention.options import VisibleKeys
 
 from tests.kernels.attention.dense import Dropped, dense, seen_by
 from tests.kernels.matmul.cases import assert_as_good_as_eager

@@ -14,8 +14,11 @@ from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, guess
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.launching.traffic import counted_traffic
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import distribute, exact_sums, to_global
 
 from tests.kernels.cross_entropy.cases import ASKED, given, make
+from tests.support.pool import Pool
 
 NAN = float("nan")
 SOME = ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0})
@@ -70,14 +73,12 @@ def test_a_backward_that_a_cuda_graph_plays_again_without_its_forward(device, nu
     """Backward overwrites forward's guess, and so may the caller: a replay must not take the memory for a guess."""
     monkeypatch.setattr(function, "is_recorded", lambda tensor: True)
     logits, target, _ = make(3, 37, device, torch.bfloat16)
-    first_backward, options = guess.FirstBackward(), Options()
-    _, saved = function.forward(logits, target, options=options, first_backward=first_backward)
+    options = Options()
+    _, saved = function.forward(logits, target, options=options, backwards=[])
     for number in numbers:
-        first_backward.is_over = False  # played again, no host code runs
         upstream = torch.tensor(number, device=device)
-        found, *_ = function.backward(
-            saved, (upstream,), (True, False, False, False), options=options, first_backward=first_backward
-        )
+        # Played again, no host code runs: nothing is appended to the list.
+        found, *_ = function.backward(saved, (upstream,), (True, False, False, False), options=options, backwards=[])
         expected = without_a_guess(logits, target, upstream)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         found.zero_()
@@ -161,6 +162,21 @@ def test_a_second_backward_gets_a_gradient_of_its_own(device, numbers):
         (found,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
         assert torch.equal(found, without_a_guess(logits, target, upstream))
         found.zero_()  # callers may overwrite the gradient
+
+
+def asked_for_four_coordinates() -> tuple[int, bool]:
+    """How many coordinates look for the gradient made in forward; whether the gradient is that of a plain loss."""
+    logits, target, _ = make(8, 37, "cpu", torch.float32)
+    layout = Layout(ProcessMesh.grid(dp=1), "dp: S(0)")
+    with exact_sums({"dp": 4}), patch.object(guess, "was_right", side_effect=guess.was_right) as was_right:
+        leaf = distribute(logits, layout).requires_grad_()
+        loss = to_global(cross_entropy(leaf, distribute(target, layout), reduction="sum"))
+        (found,) = torch.autograd.grad(loss, leaf)
+    return was_right.call_count, torch.equal(to_global(found), step(logits, target, torch.ones(()), reduction="sum"))
+
+
+def test_each_coordinate_of_a_named_mesh_takes_the_gradient_made_in_forward(pool: Pool) -> None:
+    assert pool.run(asked_for_four_coordinates, ranks=1) == [(4, True)]
 
 
 def test_losses_whose_backwards_come_later(device):

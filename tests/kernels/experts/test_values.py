@@ -80,11 +80,11 @@ def test_weights_in_float32_beside_16_bits(device: str) -> None:
 
 
 def test_blocks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.experts import reference
+    from weft.kernels.experts import function
 
     of = MIXTURES["two-of-four"]
     whole = gradients(partial(weft, of), *of.floats)
-    monkeypatch.setattr(reference, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(function, "ROWS_AT_ONCE", 3)
     torch.testing.assert_close(gradients(partial(weft, of), *of.floats), whole)
 
 

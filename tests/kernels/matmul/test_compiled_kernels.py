@@ -144,7 +144,7 @@ def test_epilogues_store_128_bits_at_a_time() -> None:
 def spilling_candidates(name: str) -> list[str]:
     """The tuned configurations that spill registers: with bias and gelu, gated, and grouped."""
     from weft.kernels.grouped_matmul import kernel as of_groups
-    from weft.kernels.grouped_matmul import variants as groups
+    from weft.kernels.grouped_matmul import launch as groups
     from weft.kernels.launching.aot import compile_variant
     from weft.kernels.matmul import variants
     from weft.kernels.matmul.configurations import ProductClass

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import matmul
 from weft.kernels.dispatch.backend import multiplies
-from weft.kernels.matmul import function, scaled_mm
+from weft.kernels.matmul import function, reference
 
 from .cases import assert_as_good_as_eager, expected, normal
 from .test_tiles import SMALL
@@ -129,7 +129,7 @@ def test_triton_is_asked_for_what_it_compiles_alone(chip: str) -> None:
 def test_factors_that_a_chip_has_not_take_the_torch_path(
     chip: str, uses_kernel: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (function, scaled_mm):
+    for module in (function, reference):
         monkeypatch.setattr(module, "chip_of", lambda device: (chip, 108))
     monkeypatch.setattr(function, "MEASURED", {})
     with FakeTensorMode():

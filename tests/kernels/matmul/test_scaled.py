@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import matmul
-from weft.kernels.matmul import configurations, function, scaled_mm
+from weft.kernels.matmul import configurations, function, reference
 from weft.kernels.matmul.configurations import kind_of
 
 from .cases import assert_as_good_as_eager, needs_scaled_rows, normal
@@ -47,13 +47,13 @@ def test_scaled_mm_gives_the_scaled_product(aligned: bool, kind: str) -> None:
     truth = a.double() @ b.double()
     truth = truth if of_a is None else truth * (of_a[:, None] if of_a.ndim else of_a).double()
     truth = truth if of_b is None else truth * of_b.double()
-    found = scaled_mm.product(a, b, of_a, of_b, torch.bfloat16)
+    found = reference.scaled_product(a, b, of_a, of_b, torch.bfloat16)
     assert_as_good_as_eager(found, truth.bfloat16(), truth)
 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (function, scaled_mm):
+    for module in (function, reference):
         monkeypatch.setattr(module, "chip_of", lambda device: ("sm_90", 132))
 
 
@@ -86,14 +86,14 @@ def test_can_multiply_knows_the_operands_that_torch_takes(
     given = scales(kind)
     with FakeTensorMode():
         left, right = fake(**{"rows": M, "cols": K} | a), fake(**{"rows": K, "cols": N, "transposed": True} | b)
-        assert scaled_mm.can_multiply(left, right, *given, dtype) == taken
+        assert reference.can_multiply(left, right, *given, dtype) == taken
 
 
 def test_an_older_chip_and_a_cpu_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not scaled_mm.can_multiply(*factors(), None, None, torch.bfloat16)
-    monkeypatch.setattr(scaled_mm, "chip_of", lambda device: ("sm_80", 108))
+    assert not reference.can_multiply(*factors(), None, None, torch.bfloat16)
+    monkeypatch.setattr(reference, "chip_of", lambda device: ("sm_80", 108))
     with FakeTensorMode():
-        assert not scaled_mm.can_multiply(fake(M, K), fake(K, N, transposed=True), None, None, torch.bfloat16)
+        assert not reference.can_multiply(fake(M, K), fake(K, N, transposed=True), None, None, torch.bfloat16)
 
 
 @needs_scaled_rows
@@ -104,9 +104,9 @@ def test_torchs_scaled_mm_runs_where_the_kernel_does_not(monkeypatch: pytest.Mon
         calls.append(arguments[-1])
         return scaled_product(*arguments)
 
-    scaled_product = scaled_mm.product
-    monkeypatch.setattr(scaled_mm, "can_multiply", lambda *arguments: True)
-    monkeypatch.setattr(scaled_mm, "product", product)
+    scaled_product = reference.scaled_product
+    monkeypatch.setattr(reference, "can_multiply", lambda *arguments: True)
+    monkeypatch.setattr(reference, "scaled_product", product)
     a, b = factors()
     of_a, of_b = scales("rows")
     assert of_a is not None and of_b is not None

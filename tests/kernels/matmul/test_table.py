@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import grouped_matmul, linear
-from weft.kernels.launching.measured import write_table
+from weft.kernels.launching.launched import write_table
 from weft.kernels.matmul import configurations, function
 from weft.kernels.matmul.configurations import (
     MIDDLE,

@@ -85,10 +85,10 @@ def test_a_tile_reads_its_rows_and_columns_once(interpreted: None, way: str, spl
 
 def order_of(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
     """The order of the tiles, as the kernel computes it."""
-    from weft.kernels.matmul import epilogue
+    from weft.kernels.matmul import kernel
 
     def place(tile: int) -> tuple[int, int]:
-        m, n = epilogue.tile_of.fn(tile, tiles_m, tiles_n, group_m)
+        m, n = kernel.tile_of.fn(tile, tiles_m, tiles_n, group_m)
         return int(m), int(n)
 
     return [place(tile) for tile in range(tiles_m * tiles_n)]

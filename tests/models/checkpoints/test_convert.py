@@ -22,8 +22,8 @@ from weft.models import (
     save_checkpoint,
     save_pretrained,
 )
-from weft.models.checkpoint import checksums, shards
 from weft.models.checkpoint import convert as converting
+from weft.models.checkpoint import shards, tensors
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import MODEL, Manifest
 from weft.models.cli import main
@@ -125,7 +125,7 @@ def test_two_at_once_into_one_folder_are_refused(
         said.append(capsys.readouterr().err)
         return write(*arguments)
 
-    for module in (converting, checksums):
+    for module in (converting, tensors):
         monkeypatch.setattr(module, "write_safetensors", meanwhile)
     convert(source, tmp_path / "out")
     assert said == [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.models.data.examples import source as source_module
-from weft.models.data.examples.contents import ExampleRecords
+from weft.models.data.examples.encode import ExampleRecords
 from weft.models.data.examples.example import SEGMENTS, Task
 from weft.models.data.examples.rows import ExampleBatches
 from weft.models.data.examples.source import ExampleMixture, Examples, find_examples

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.models.predict.bounds import layers_of_stages, pipeline_floor
+from weft.models.predict.bounds import DataWork, layers_of_stages, pipeline_floor
+from weft.models.predict.plans import Candidate
 from weft.models.schedules.pipeline_plan import make_schedule
 from weft.models.schedules.schedule import NAMES, Action, ScheduleName, simulate
 
@@ -64,3 +65,14 @@ def test_the_floor_of_equal_stages_is_the_length_by_the_formula(name: ScheduleNa
 )
 def test_layers_are_cut_as_a_pipeline_cuts_them(layers: int, stages: int, expected: list[int]) -> None:
     assert layers_of_stages(layers, stages) == expected
+
+
+WORK = DataWork(gathers=1.0, in_backward=0.5, gradients=0.0, update=0.25, busy=0.0, at_last=0.0)
+
+
+def test_a_stage_sums_the_gradients_of_its_blocks_in_every_backward_pass() -> None:
+    candidate = Candidate(pp=4, dp=2, zero=2, schedule="1f1b", microbatches=8)
+    of_blocks = 1.0 * 1  # 6 blocks on 4 ranks: at least one block is gathered
+    hidden, exposed = (WORK.with_passes(candidate, 6, passes) for passes in (50.0, 5.0))
+    assert hidden == 50.0 + of_blocks + 0.25 / 4
+    assert exposed == 8 * 2 * 0.5 + of_blocks + 0.25 / 4  # of the rank with two blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
+from weft.models.plan_options import Recompute
+from weft.models.predict.bounds import data_work_of, floor_seconds
 from weft.models.predict.chip import Chip, load_chip
+from weft.models.predict.events import Start
 from weft.models.predict.find_plans import check_stages, count_experts, parameters_of, search_plans
 from weft.models.predict.plan_memory import PlanMemory, least_tp
 from weft.models.predict.plan_prices import PlanPrices, least_sizes
@@ -120,6 +123,71 @@ def test_no_bound_is_above_the_price_of_a_step_that_waits_for_the_host(zero: Lit
         assert bound.seconds(candidate) <= seconds * (1 + 1e-9), bound.name
 
 
+SLOW_LINKS = replace(H100, levels=tuple(replace(each, bandwidth=each.bandwidth / 50) for each in H100.levels))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"dp": 8, "zero": 3}, id="gathers"),
+        pytest.param({"dp": 4, "tp": 2, "zero": 3, "recompute": "full", "sequence": True}, id="gathers-tp"),
+        pytest.param({"dp": 2, "cp": 4, "context": "ulysses", "zero": 3}, id="gathers-cp"),
+        pytest.param({"pp": 4, "dp": 2, "schedule": "1f1b", "zero": 2}, id="sums-1f1b"),
+        pytest.param({"pp": 2, "dp": 4, "schedule": "interleaved", "chunks": 2, "zero": 3}, id="sums-interleaved"),
+        pytest.param({"pp": 3, "dp": 2, "schedule": "zero_bubble", "zero": 2}, id="sums-zero-bubble"),
+    ],
+)
+def test_a_bound_by_slow_links_is_a_good_part_of_the_price_and_not_above(
+    plan: dict[str, Any], microbatches: int
+) -> None:
+    """Gathers under zero=3 and sums in each backward pass take longer than the work."""
+    candidate = Candidate(**plan, microbatches=microbatches)
+    prices, _ = prices_of(WIDE, candidate.processes, 64, 512, True, SLOW_LINKS)
+    seconds, _ = prices.price(candidate)
+    for bound in prices.bounds():
+        assert bound.seconds(candidate) <= seconds * (1 + 1e-9), bound.name
+    assert prices.stage_bound(candidate) > 0.3 * seconds
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_trace_of_data_ranks_serves_each_context_and_number_of_microbatches(zero: Literal[2, 3]) -> None:
+    prices, _ = prices_of(NARROW, 8, 16, 64, True)
+    candidate = Candidate(dp=2, cp=2, tp=2, context="ulysses", zero=zero, microbatches=2)
+    trace = prices._trace(candidate, 2)
+
+    def seconds(start: Start) -> float:
+        return prices._transfer(start) if {"dp", "cp"} & {*start.axes} else 0.0
+
+    assert trace is not None
+    of_candidate = data_work_of(trace, lambda compute: floor_seconds(compute, H100), seconds)
+    found = prices._data_floors(candidate)
+    assert found is not None
+    assert asdict(found) == pytest.approx(asdict(of_candidate), rel=1e-12)
+    assert found.busy > found.at_last > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_floor_with_gathered_parameters_is_below_the_memory(recompute: Recompute, microbatches: int) -> None:
+    """One run with two data ranks gives the floors of all sizes of "dp" and "cp"."""
+    prices, _ = prices_of(replace(WIDE, num_layers=8), 16, 64, 512, True)
+    plan: dict[str, Any] = {"zero": 3, "recompute": recompute, "microbatches": microbatches, "tp": 2, "sequence": True}
+    candidates = [
+        Candidate(dp=8, **plan), Candidate(dp=4, cp=2, context="all_gather", **plan),
+        Candidate(dp=4, cp=2, context="ulysses", **plan), Candidate(dp=1, cp=8, context="all_gather", **plan),
+    ]  # fmt: skip
+    runs = {run for each in candidates for run in prices.memory.gathered_runs(each)}
+    assert len(runs) == 1
+    for each in candidates:
+        floor, peak = prices.memory.gathered_floor(each), prices.memory.peak(each)
+        assert prices.memory.weights_floor(each) < floor <= peak
+        assert floor > 0.6 * peak
+    assert prices.memory.gathered_runs(Candidate(dp=8, cp=2, context="all_gather", **plan | {"microbatches": 8})) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("config", "processes", "rows", "tokens", "compiled"), CASES)
 def test_no_floor_is_above_the_memory(
@@ -129,12 +197,13 @@ def test_no_floor_is_above_the_memory(
     measured = 0
     for candidate in random.Random(1).sample(candidates, 5):
         try:
-            peak, floor = prices.memory.peak(candidate), prices.memory.floor(candidate)
+            memory = prices.memory
+            peak, floor, gathered = memory.peak(candidate), memory.floor(candidate), memory.gathered_floor(candidate)
         except ValueError:
             continue  # refused by the model
         measured += 1
         assert prices.memory.weights_floor(candidate) <= peak, str(candidate)
-        assert floor <= peak, str(candidate)
+        assert max(floor, gathered) <= peak, str(candidate)
     assert measured >= 1
 
 

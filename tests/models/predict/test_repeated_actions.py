@@ -11,13 +11,12 @@ import torch.distributed as dist
 from weft.mesh import ProcessMesh
 from weft.models import PipelinePlan
 from weft.models.families import make_model
-from weft.models.parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
-from weft.models.parallel.pipeline.step import RunningStep
+from weft.models.parallel.pipeline.step import RepeatedActions, RepeatsDiffer, RunningStep, can_repeat
 from weft.models.predict.hang_report import Hang
 from weft.models.predict.hangs import CallRecorder, NoHang
 from weft.models.predict.rank_kinds import check_plan
 from weft.models.schedules.schedule import Action
-from weft.models.step import message_forms
+from weft.models.step import alike
 from weft.models.step.record import RecordedStep, SharedRuns, StepShape, run_on_shapes
 from weft.reshard.extension import recording, world
 
@@ -92,7 +91,7 @@ def test_three_microbatches_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forms_of_messages_from_few_blocks_are_those_of_all(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = make_model(replace(FAMILIES[family], num_layers=8))
-    found, make_forms = [], message_forms.message_forms
+    found, make_forms = [], alike.message_forms
 
     def both(*arguments: Any, few_blocks: bool) -> Any:
         found.append([make_forms(*arguments, few_blocks=few) for few in (True, False)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft.models.cli import evaluate
-from weft.models.data.split import even_middles
+from weft.models.data.streams import even_middles
 from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 

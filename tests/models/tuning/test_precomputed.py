@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from weft.models.safe_files import write_shared
-from weft.models.train.precomputed import PrecomputedReference
-from weft.models.train.reference import Scorer
+from weft.models.train.reference import PrecomputedReference, Scorer
 from weft.models.train.reference_table import find_identities, read_table, write_table
 from weft.models.train.run import Run
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from weft.models import safe_files
 from weft.models.safe_files import write_first
-from weft.models.train.precomputed import PrecomputedReference
+from weft.models.train.reference import PrecomputedReference
 from weft.models.train.reference_table import read_table, share_table, write_table
 from weft.models.train.run import Run
 

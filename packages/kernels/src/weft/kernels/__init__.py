@@ -7,22 +7,20 @@ from weft.mesh.extension import version_of
 from .attention import KeyValueCache, attention, document_bounds
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
-from .elementwise import add, sigmoid_gate
 from .embedding import embedding
 from .experts import experts
-from .gelu import gelu
 from .grouped_matmul import grouped_matmul
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from .local import on_local_tensors
 from .matmul import all_gather_matmul, linear, matmul, matmul_reduce_scatter
-from .qkv_linear import qkv_linear
+from .plain import add, sigmoid_gate
+from .projections import qkv_linear, swiglu_linear
 from .random import normal, uniform
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rms_norm_rope, rope, rope_tables
 from .routing import combine, dispatch, route, router_statistics, sequence_load
-from .swiglu import geglu, swiglu
-from .swiglu_linear import swiglu_linear
+from .swiglu import geglu, gelu, swiglu
 
 __all__ = [
     "KeyValueCache",

@@ -7,11 +7,10 @@ release may rename them; the changelog says how.
 """
 
 from .attention.exchanged import Places, ReceivedKeys
-from .attention.sharded.exchanged import attention_to_received
-from .attention.visible import VisibleKeys
+from .attention.options import VisibleKeys
+from .attention.sharded.op import attention_to_received
 from .cross_entropy.merged import weigh_targets
-from .dispatch.autocast import is_autocasting
-from .dispatch.backend import has_data, is_compiling, meta_as_cpu
+from .dispatch.backend import has_data, is_autocasting, is_compiling, meta_as_cpu
 from .dispatch.delayed_weight_gradients import (
     DelayedGradients,
     allow_delayed_weight_gradients,
@@ -26,7 +25,7 @@ from .dispatch.token_order import Runs, as_laid, as_read
 from .dropout.sharded import dropout_by_row
 from .launching.traffic import counted_traffic
 from .matmul.sharded.choice import MEASURED, OverlappedOp, faster_in_steps
-from .packing import pack, unpack
+from .plain import pack, unpack
 from .random import normal_
 from .routing import sort_by_expert
 

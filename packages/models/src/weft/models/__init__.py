@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .losses import document_sums
     from .mixtral.config import MixtralConfig
     from .mixtral.model import Mixtral
     from .parallel import (
@@ -51,11 +52,10 @@ if TYPE_CHECKING:
     from .step.find_gradients import clip_gradients
     from .step.followed_step import Memory
     from .step.forward_backward import forward_backward
+    from .step.loss_parts import RouterLosses
     from .step.memory import predict_memory
     from .step.preference import DPOCriterion, KTOCriterion, PreferenceTargets, log_probabilities
     from .step.record import record
-    from .step.router import RouterLosses
-    from .sums_by_document import document_sums
 
 _HOMES = {
     "Hang": ".predict.hang_report",
@@ -69,7 +69,7 @@ _HOMES = {
     "read_run": ".checkpoint.states",
     "save_checkpoint": ".checkpoint.states",
     "Communication": ".step.communication",
-    "document_sums": ".sums_by_document",
+    "document_sums": ".losses",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
@@ -105,7 +105,7 @@ _HOMES = {
     "PreferenceTargets": ".step.preference",
     "log_probabilities": ".step.preference",
     "record": ".step.record",
-    "RouterLosses": ".step.router",
+    "RouterLosses": ".step.loss_parts",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",

@@ -13,11 +13,10 @@ from weft.kernels import KeyValueCache
 from weft.kernels.extension import has_data, is_compiling
 
 from .blocks import Attention, Block, GatedMLP
-from .config import ModelConfig, RotaryConfig
+from .config import MixtureConfig, ModelConfig, RotaryConfig
 from .experts import MixtureBlock, MixtureOfExperts
 from .initialization import Constant, Initial, Normal
 from .layers import DotProductAttention, Dropout, Embedding, Head, Linear, RMSNorm
-from .mixture_config import MixtureConfig
 from .parallel.plan import ParallelPlan
 from .parallel.styles import (
     CONTEXT_AXIS,

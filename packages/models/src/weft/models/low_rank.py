@@ -48,7 +48,7 @@ class LowRank(Adapter):
         super().__init__(a, b, alpha)
         self.dropout, self.name = dropout, name
         # `key`, `order` and `orders` of `kernels.dropout` during a call of the module around the layer that takes
-        # dropout_key; None otherwise. Set by `parallel.lora_dropout`.
+        # dropout_key; None otherwise. Set by `parallel.lora_targets`.
         self.mask: dict[str, Any] | None = None
 
     def forward(self, input: Tensor, output: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from .moving.dtensor import distribute, layout_of
 from .moving.order_check import OrderError, check_order
 from .moving.reshard import reshard, start_reshard, to_global
 from .moving.topology import Topology
-from .planning.links import Link
+from .planning.moves import Link
 from .planning.plan import Plan, plan
 from .planning.simulate import simulate
 from .planning.steps import (

@@ -5,7 +5,6 @@ moving (tensors change layout), planning (which steps), training (gradients and 
 groups). A release may rename a name here; the changelog then gives the new name.
 """
 
-from .moving.addends import stacked_shape
 from .moving.collectives import (
     Pending,
     Running,
@@ -30,6 +29,7 @@ from .moving.dtensor import (
 from .moving.executor import record_received, replay_received, run_or_replay, start_plan
 from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
+from .moving.tree import stacked_shape
 from .moving.waits import WaitTimer, measure_waits, wait_for
 from .planning.layouts import cotangent, partial_axes, shard_replicated_axes
 from .training.buckets import observing_buckets
@@ -46,8 +46,7 @@ from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
 from .training.separate_uses import separate_use
 from .training.unit import ParameterSlot
-from .world.calls import Call
-from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
+from .world.collective_bytes import Call, Collective, bytes_of_call, count_as, group_of_call, kind_of_op
 from .world.dynamo import between_graphs, guard_shapes, in_graph, is_compiling
 from .world.exact import NAMED, exact_axes, mark_exact, named_axes_key, named_size
 from .world.folded import Fold, FoldedMesh, FoldIndex, run_in_turn

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..dispatch.backend import can_read
 from ..dropout.function import DROPS_ALL, plain_mask
-from ..random.part import Part
-from .drop import Drop
+from ..random.philox import Part
+from .options import Drop
 from .ranges import Ranges
 from .stretches import add_sinks, rows_alike, sinks_gradient
 

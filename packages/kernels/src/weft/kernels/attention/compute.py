@@ -17,10 +17,8 @@ from torch import Tensor
 from ..dispatch.backend import is_shape_alone, on_cpu, use_triton
 from ..dispatch.token_order import Runs, as_laid, as_read
 from . import blocks, stretches
-from .drop import Drop
-from .options import AttentionOptions, Operands, Scores, VisibleInCall, drop_for
+from .options import AttentionOptions, Drop, Operands, Scores, Visible, VisibleInCall, drop_for
 from .ranges import Ranges
-from .visible import Visible
 
 
 class AttentionPasses(Protocol):

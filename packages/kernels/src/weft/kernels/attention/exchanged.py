@@ -18,10 +18,8 @@ from weft.mesh import derive_key
 from ..dispatch.op import Tensors
 from ..dropout.function import number_of, quantized
 from .compute import attend, attend_backward
-from .drop import Drop
-from .options import Scores
+from .options import Drop, Scores, VisibleKeys
 from .stretches import heads_of, merge_into
-from .visible import VisibleKeys
 
 
 class Places(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
-from ..launching.rows import block_length
+from ..launching.launched import block_length
 from ..matmul.launch import dtype_of, precision
 from ..random.launch import signed
 from . import kernel
-from .drop import Drop
+from .options import Drop
 from .ranges import Ranges
 
 Kernel = Literal["forward", "backward_queries", "backward_keys"]

@@ -1,20 +1,98 @@
-"""The options of one call of attention, and from these: the keys each query sees, and the weights dropout drops."""
+"""The options of one call of attention, and from these: the keys each query sees, and the weights dropout drops.
+
+`Visible` has the keys in two forms: ranges for kernels and plain torch, and calls of torch's attention. `Drop` has the
+index of each weight, from which `weft.kernels.dropout` draws.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from weft.mesh import derive_key
 
 from ..dispatch.backend import can_read, has_data, is_recorded
 from ..dispatch.token_order import Runs, as_read
-from ..dropout.function import number_of
-from ..random.part import Part
+from ..dropout.function import number_of, quantized
+from ..random.philox import Part
 from . import stretches
-from .drop import Drop, drop_of
 from .ranges import Ranges, check_bounds, document_bounds, explicit_ranges, keys_seen, ranges_from_keys, ranges_of
+
+
+class Visible(Protocol):
+    """The keys each query sees. Each form is computed when first read."""
+
+    @property
+    def ranges(self) -> Ranges:
+        """The ranges, on the device of the queries."""
+
+    def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
+        """The calls of torch's fused attention for CPUs. dtype: of the queries. Reads values on the host at first."""
+
+
+class VisibleKeys:
+    """A `Visible` of given ranges. Both forms are kept, for all layers of a model."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self._fused_calls: dict[torch.dtype, stretches.FusedCalls] = {}
+
+    @classmethod
+    def of(cls, keys: Tensor, count: int) -> VisibleKeys:
+        """Make a `VisibleKeys` for `count` keys.
+
+        keys: int32 [queries, 2], the first key each query sees, and the key after the last.
+        """
+        return cls(ranges_from_keys(keys.unsqueeze(0), count))
+
+    def to(self, device: torch.device) -> VisibleKeys:
+        """A copy with the ranges on `device`."""
+        return VisibleKeys(Ranges(*(each.to(device) for each in self.ranges)))
+
+    def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
+        """The calls of torch's fused attention for CPUs; see `Visible.fused_calls`."""
+        if dtype not in self._fused_calls:
+            T, S = (each.shape[1] for each in self.ranges)
+            self._fused_calls[dtype] = stretches.fused_calls_of(self.ranges.keys, T, S, True, dtype)
+        return self._fused_calls[dtype]
+
+
+class Drop(NamedTuple):
+    """Dropout of the weights [B, heads, T, S], each named by its index among the global weights [..., heads, T, S].
+
+    Weight (b, h, i, j) has the index offsets[b] + h * head_stride + query_place * row_stride + key_place. It is dropped
+    where the 16 bits that `weft.kernels.dropout` draws for this index are below the threshold, and otherwise
+    multiplied by the scale.
+    """
+
+    key: int  # 64 bits
+    threshold: int
+    scale: float
+    offsets: Tensor  # int64 [B]
+    head_stride: int
+    row_stride: int
+    query_places: Tensor | None = None  # int32 [B or 1, T]; None for first_query + i
+    key_places: Tensor | None = None  # int32 [B or 1, S]; None for first_key + j
+    first_query: int = 0
+    first_key: int = 0
+
+
+def drop_of(p: float, key: int, name: str | None, part: Part, places: Tensor | None, device: torch.device) -> Drop:
+    """The `Drop` of a call whose weights are in `part`, a box [..., heads, T, S] of the global weights.
+
+    p, key, name: as in `weft.kernels.dropout`.
+    places: int32 [1, T], the row in `part` of each query. None: query i has row i.
+    """
+    offsets = torch.full((1,), part.offset, dtype=torch.int64, device=device)
+    for size, stride in zip(part.sizes[:-3], part.strides[:-3], strict=True):
+        offsets = (offsets.unsqueeze(1) + torch.arange(size, device=device) * stride).flatten()
+    threshold, scale = quantized(p)
+    number = key if name is None else derive_key(key, name)
+    head_stride, row_stride = part.strides[-3:-1]
+    return Drop(number, threshold, scale, offsets, head_stride, row_stride, places)
+
 
 # Query, key, value, documents, dropout key and sinks.
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..dispatch.backend import chip_of, on_cpu
-from ..launching.measured import TableRow
+from ..launching.launched import TableRow
 
 TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_attention.py writes it
 Heads = tuple[str, str, int]  # chip, dtype and head_dim of `CallClass`

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..launching.aot import TARGETS, Variant
-from ..launching.rows import block_length
+from ..launching.launched import block_length
 from . import kernel
 from .launch import AttentionLaunch, Kernel, launch_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..dispatch.backend import is_recorded, on_cpu, use_triton
 from ..dispatch.op import Tensors
 from . import reference
-from .guess import FirstBackward, guess
+from .guess import guess
 from .merged import LossShard, MergedStatistics, Upstream, find_correct, weigh_targets
 from .options import Options, check, check_contiguous
 
@@ -34,7 +34,7 @@ def forward(
     vocab_size: int | None = None,
     gather: StartGather | None = None,
     all_reduce: SumOverRanks | None = None,
-    first_backward: FirstBackward | None = None,
+    backwards: list[None] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """Compute the requested outputs and the tensors saved for `backward`.
 
@@ -47,9 +47,10 @@ def forward(
         `mean_denominator`). None for the sum of the weights of tokens not ignored.
     gather: the all-gather of the shards' statistics; None for a single shard. all_reduce: the sum over ranks of a
         denominator computed here; None if this rank has all tokens. There is no other communication.
-    first_backward: if given, forward may also compute the logits' gradient, for a guess of the upstream gradient
-        (`guess.py`). The first backward returns this gradient, computed again in the same memory if the guess was
-        wrong. Any further backward computes the gradient in new memory.
+    backwards: if given, an empty list, to which each backward appends an entry. Forward may then also compute the
+        logits' gradient, for a guess of the upstream gradient (`guess.py`). The first backward returns this gradient,
+        computed again in the same memory if the guess was wrong. Any further backward, with retain_graph, computes the
+        gradient in new memory: the caller may have overwritten the first.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
@@ -63,9 +64,9 @@ def forward(
     saved_weight, saved_denominator = weight, denominator  # saved for backward
     weight, denominator = unify_denominators(weight, denominator)
     guessed = dlogits = merged = None
-    if first_backward is not None and gather is None and logits.is_meta:
+    if backwards is not None and gather is None and logits.is_meta:
         dlogits = _empty_gradient(logits)  # a meta run allocates the gradient as a real run would, for memory estimates
-    if first_backward is None or gather is not None or logits.is_meta or not (use_triton(logits) or on_cpu(logits)):
+    if backwards is None or gather is not None or logits.is_meta or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, columns]
     else:
         guessed, dlogits = guess(logits.device), _empty_gradient(logits)
@@ -113,7 +114,7 @@ def backward(
     vocab_size: int | None = None,
     gather: StartGather | None = None,
     all_reduce: SumOverRanks | None = None,
-    first_backward: FirstBackward | None = None,
+    backwards: list[None] | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype; None for other operands. Communication: none.
 
@@ -130,12 +131,12 @@ def backward(
     shard = LossShard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if options.return_lse else None, denominator)
     arguments = (logits, target, weight, gathered, upstream, shard)
-    is_first = first_backward is not None and not first_backward.is_over
-    if from_forward is not None and from_forward.is_meta and first_backward is not None and is_first:
-        first_backward.is_over = True
+    is_first = backwards == []
+    if backwards is not None:
+        backwards.append(None)
+    if from_forward is not None and from_forward.is_meta and is_first:
         return from_forward.data, None, None, None
-    if from_forward is not None and guessed is not None and first_backward is not None and is_first:
-        first_backward.is_over = True
+    if from_forward is not None and guessed is not None and is_first:
         # The caller may write to the returned gradient. `.data` has a version counter of its own, so this does not
         # count as a write to the saved tensor, for which autograd would raise in a second backward.
         dlogits = select_passes(logits).gradient(*arguments, from_forward.data, guessed)

@@ -13,18 +13,6 @@ from torch import Tensor
 _HISTORY: dict[torch.device, Tensor] = {}
 
 
-class FirstBackward:
-    """Whether the first backward of a loss is over. The first backward returns the gradient computed in forward.
-
-    Any further backward, with retain_graph, computes the gradient again: the caller may have overwritten the first.
-    """
-
-    __slots__ = ("is_over",)
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-
 def history(device: torch.device) -> Tensor:
     """The device's history [2], float32: the next guess, NaN for none, and the last upstream gradient.
 

@@ -1,6 +1,12 @@
-"""How an op runs on a tensor: with Triton or plain torch, eager or traced, with or without data.
+"""How an op runs on a tensor: with Triton or plain torch, eager or traced, with or without data, in which dtype.
 
-Also checks operands' dtypes. These checks run in each call of an op and allocate nothing.
+Also checks operands' dtypes. These checks run in each call of an op and allocate nothing. Under `torch.autocast` the
+dtype of each op follows torch's own lists of ops.
+
+On a CPU the bits of a result depend on the operands' addresses and strides, so `fresh_memory` gives an operand as torch
+allocates a new tensor. A float32 product by MKL rounds differently where an operand's address or stride between rows is
+no multiple of 16 bytes. Elementwise functions compute in vectors, and the last elements of each contiguous stretch by
+scalar code, which rounds differently; torch's gelu has different code for contiguous operands.
 """
 
 from __future__ import annotations
@@ -8,10 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 from torch._subclasses.fake_tensor import is_fake
 from weft.reshard.extension import is_compiling as is_compiling
 
@@ -178,3 +186,118 @@ def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> N
             raise ValueError(
                 f"{op}: {name} is {operand.dtype}; cast it with .to(), to one of {', '.join(map(str, WIDE))}"
             )
+
+
+DEVICES = ("cpu", "cuda")
+
+
+class CastTo(Enum):
+    """The dtype to which `torch.autocast` casts an op's floating operands. float64 operands are never cast."""
+
+    LOWER = "the dtype of autocast"
+    FLOAT32 = "float32"
+    WIDEST = "the widest dtype of the operands"
+    UNCHANGED = "the dtype of each operand, unchanged"
+    LOWER_INSIDE = "autocast's dtype, passed as compute_dtype: the op casts operands and sums their gradients itself"
+
+
+# By name of the op.
+CASTS = {
+    "add": CastTo.WIDEST,
+    "add_layer_norm": CastTo.FLOAT32,
+    "add_rms_norm": CastTo.FLOAT32,
+    "all_gather_matmul": CastTo.LOWER,
+    "attention": CastTo.LOWER,
+    "combine": CastTo.UNCHANGED,  # sums in float32
+    "cross_entropy": CastTo.UNCHANGED,  # computes and returns float32 for any logits
+    "dispatch": CastTo.UNCHANGED,
+    "dropout": CastTo.UNCHANGED,
+    "embedding": CastTo.UNCHANGED,
+    "experts": CastTo.LOWER,
+    "geglu": CastTo.WIDEST,
+    "gelu": CastTo.UNCHANGED,
+    "grouped_matmul": CastTo.LOWER,
+    "layer_norm": CastTo.FLOAT32,
+    "linear": CastTo.LOWER,
+    "linear_cross_entropy": CastTo.LOWER_INSIDE,
+    "matmul": CastTo.LOWER,
+    "matmul_reduce_scatter": CastTo.LOWER,
+    "qkv_linear": CastTo.LOWER,
+    "rms_norm": CastTo.FLOAT32,
+    "rms_norm_rope": CastTo.FLOAT32,
+    "rope": CastTo.UNCHANGED,  # computes in float32
+    "route": CastTo.UNCHANGED,  # computes and returns float32 for any scores
+    "router_statistics": CastTo.UNCHANGED,  # as route
+    "sigmoid_gate": CastTo.WIDEST,
+    "swiglu": CastTo.WIDEST,
+    "swiglu_linear": CastTo.LOWER,
+}
+
+
+def is_autocasting() -> bool:
+    """Whether autocast is enabled on any device. Asked in every call, before the slower `autocast_dtype`."""
+    return is_autocast_enabled("cpu") or is_autocast_enabled("cuda")
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of the autocast enabled on the tensor's device; None if none is enabled."""
+    device = _device(tensor)
+    enabled = device in DEVICES and is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
+
+
+def autocast_off(tensor: Tensor) -> AbstractContextManager[None]:
+    """Context without autocast on the tensor's device, entered once an op's operands are cast."""
+    return torch.autocast(_device(tensor), enabled=False)
+
+
+def _device(tensor: Tensor) -> str:
+    """The tensor's device type. A meta tensor has none: the first device with autocast enabled, if any, stands in."""
+    device = tensor.device.type
+    return next(filter(is_autocast_enabled, DEVICES), device) if device == "meta" else device
+
+
+def operands_dtype(cast_to: CastTo, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
+    """The dtype to which autocast casts an op's operands; None to leave all operands unchanged.
+
+    cast_to: of the op. dtype: of autocast.
+    operands: the dtypes of the operands for which `may_be_cast` is True. If any has 8 bits, nothing is cast: the caller
+        chose float8 factors, and the factors' scales are float32.
+    """
+    if any(each.itemsize == 1 for each in operands):
+        return None
+    match cast_to:
+        case CastTo.LOWER:
+            return dtype
+        case CastTo.FLOAT32:
+            return torch.float32
+        case CastTo.WIDEST:
+            return reduce(torch.promote_types, operands) if operands else None
+        case CastTo.UNCHANGED | CastTo.LOWER_INSIDE:
+            return None
+
+
+def may_be_cast(operand: object) -> bool:
+    """Whether autocast casts an operand: any floating tensor, except float64."""
+    return isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
+
+
+ALIGNMENT = 64  # of torch's allocations on a CPU, in bytes
+
+
+def fresh_memory(tensor: Tensor) -> Tensor:
+    """The tensor in memory as torch allocates a new tensor: contiguous, at a multiple of 64 bytes. Copies if needed.
+
+    Dims of size 1 get the strides of a new tensor, too: products choose code by strides.
+    tensor: a plain tensor in an eager op, not in a compiled graph. Differentiable.
+    """
+    if not tensor.is_contiguous() or (not tensor.is_meta and tensor.data_ptr() % ALIGNMENT):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    shape = tensor.shape
+    if 1 not in shape:
+        return tensor
+    strides, elements = [0] * len(shape), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        strides[dim] = elements
+        elements *= shape[dim]
+    return tensor if tensor.stride() == tuple(strides) else tensor.as_strided(shape, strides)

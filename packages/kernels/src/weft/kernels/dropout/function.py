@@ -18,7 +18,7 @@ from ..dispatch import backend
 from ..dispatch.op import Tensors
 from ..dispatch.token_order import Runs, runs_within
 from ..random import philox
-from ..random.part import Part
+from ..random.philox import Part
 
 DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 

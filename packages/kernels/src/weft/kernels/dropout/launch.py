@@ -20,7 +20,7 @@ from ..random.launch import (
     padded,
     signed,
 )
-from ..random.part import Part, merge
+from ..random.philox import Part, merge
 from . import kernel
 
 # 16 elements a thread: two 16-byte loads of bf16, and two stores. The kernel compiles without spills for sm_80 to

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import block_length, contiguous_rows
+from ..launching.launched import block_length, contiguous_rows
 from . import kernel
 
 # 16 bytes of bf16 a thread. Backward reads four tokens at once, so a frequent token has four loads in flight.

@@ -7,7 +7,7 @@ sorted row i. The products load the rows of x and grad by token, through pointer
 import triton
 import triton.language as tl
 
-from ..matmul.epilogue import finish, finish_gated, halves, sigmoid, tile_of
+from ..matmul.kernel import finish, finish_gated, halves, sigmoid, tile_of
 
 
 @triton.jit

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..matmul.epilogue import finish, tile_of
-from ..matmul.kernel import multiplied
+from ..matmul.kernel import finish, multiplied, tile_of
 
 
 @triton.jit

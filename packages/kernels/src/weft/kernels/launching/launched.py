@@ -1,17 +1,114 @@
-"""Kernel launches as torch ops: tracing, recomputation and dispatch modes see a single op for each launch.
+"""How kernels are launched: as torch ops, in tiles of rows, and in the way that a table of measurements names.
 
-On tensors without data (meta and fake tensors) nothing is launched.
+`launched`: tracing, recomputation and dispatch modes see a single op for each launch. On tensors without data (meta and
+fake tensors) nothing is launched. `RowTile`: tiles for kernels which read each row once, with the rows and warps of a
+program, and views of tensors as rows. `TableRow`: tables of measurements, JSON files with a line for each row, of which
+of two ways was faster for a class of calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Self, get_type_hints
 
 import torch
-from torch import library
+from torch import Tensor, library
 
 from ..dispatch.backend import is_compiling
+
+
+class TableRow:
+    """Base class of rows: dataclasses with a field `of`, a NamedTuple, which is the row's key in the table.
+
+    The other fields are numbers, strings or dataclasses.
+    """
+
+    of: Any
+
+    @classmethod
+    def read(cls, file: Path) -> dict[Any, Self]:
+        """The table in a JSON file, by key."""
+        kinds = get_type_hints(cls)
+        rows = (
+            cls(**{name: kinds[name](**value) if isinstance(value, dict) else value for name, value in row.items()})
+            for row in json.loads(file.read_text())
+        )
+        return {row.of: row for row in rows}
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields; a key or a dataclass as a dict."""
+        assert is_dataclass(self)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: value._asdict() if name == "of" else asdict(value) if is_dataclass(value) else value
+            for name, value in values.items()
+        }
+
+
+def write_table(rows: Mapping[Any, TableRow], file: Path) -> None:
+    """Writes a table with a line for each row, for short diffs when a measurement changes."""
+    lines = [json.dumps(rows[of].as_json()) for of in sorted(rows)]
+    file.write_text("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")
+
+
+# The longest row in bytes. A program holds rows in registers from load to store; longer rows would spill, and are
+# computed in plain torch.
+LONGEST_BYTES = 32 * 1024
+MOST_WARPS = 16
+
+
+def block_length(length: int) -> int:
+    """A block's length: `length` rounded up to a power of two, at least 16 for tensor cores."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """How many rows a program computes, and with how many warps. `RowTile.of` chooses both for a row length."""
+
+    rows: int  # of a program
+    block: int  # the row length, rounded up to a power of two of 16 or more
+    warps: int  # of a program, shared by the rows
+
+    @classmethod
+    def of(cls, length: int, elements: int) -> RowTile:
+        """The tile for rows of `length` elements, with `elements` in each thread unless more than MOST_WARPS result."""
+        block = block_length(length)
+        warps = min(MOST_WARPS, max(1, block // (32 * elements)))
+        return cls(max(1, 32 * elements // block), block, warps)
+
+
+def fits(x: Tensor, length: int) -> bool:
+    """Whether a row of `length` elements of x's dtype fits into a tile."""
+    return 0 < length * x.itemsize <= LONGEST_BYTES
+
+
+def contiguous_rows(x: Tensor, length: int) -> Tensor:
+    """x as [N, length] with contiguous rows: a view if a single stride reaches every row, otherwise a copy."""
+    rows = x.reshape(x.numel() // max(1, length), length)
+    return rows if rows.stride(-1) == 1 or length < 2 else rows.contiguous()
+
+
+def vector_of(weight: Tensor | None) -> Tensor | None:
+    """A weight or bias [H] made contiguous for a kernel; None stays None."""
+    return None if weight is None else weight.contiguous()
+
+
+def programs_of(tensor: Tensor, tiles: int, warps: int, at_work: int) -> int:
+    """The number of programs to launch for `tiles` tiles: as many as run at once on the GPU. Programs loop over tiles.
+
+    tensor: for the device. warps: of a program. at_work: how many warps to run at once on each multiprocessor.
+    At least 1 even without tiles, because a program also writes outputs of fixed shape. In Triton's interpreter at
+    most 3, so that a program has several tiles.
+    """
+    if tensor.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+        return max(1, min(tiles, multiprocessors * max(1, at_work // warps)))
+    return max(1, min(tiles, 3))
+
 
 LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types for it
 

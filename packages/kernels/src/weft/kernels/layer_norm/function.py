@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..dispatch.backend import is_compiling, runs_natively, use_triton
 from ..dispatch.op import Tensors
-from ..launching.launched import launched
-from ..launching.rows import fits
+from ..launching.launched import fits, launched
 
 WantedGradients = tuple[bool, ...]  # whether the gradients of x, weight and bias are needed
 # Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import RowTile, contiguous_rows, programs_of, vector_of
+from ..launching.launched import RowTile, contiguous_rows, programs_of, vector_of
 from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD_ELEMENTS, WARPS_AT_WORK, keeps_weight
 from . import kernel
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..launching.measured import TableRow
+from ..launching.launched import TableRow
 
 TABLE = Path(__file__).with_name("measured.json")  # written by benchmarks/tune_matmul.py
 

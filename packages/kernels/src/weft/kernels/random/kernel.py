@@ -2,8 +2,8 @@
 
 The kernels of dropout and attention call the functions before them, too.
 
-A part (part.py) is `rows` runs of N consecutive elements, in three outer dims; R1 and R2 are the sizes of the last two.
-Run number r has the index (r // R2 // R1, r // R2 % R1, r % R2) in the outer dims.
+A part (`philox.Part`) is `rows` runs of N consecutive elements, in three outer dims; R1 and R2 are the sizes of the
+last two. Run number r has the index (r // R2 // R1, r // R2 % R1, r % R2) in the outer dims.
 
 A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block gives
 LANES elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up to

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
 from . import kernel
-from .part import Ints, Part
+from .philox import Ints, Part
 
 OUTER_DIMS = 3  # how many dims the kernels unravel, besides the run
 

@@ -15,7 +15,7 @@ from weft.reshard.extension import this_rank, wrap
 from ..dispatch.arguments import described, is_int
 from ..dispatch.backend import refuse_jit_trace, use_triton
 from . import philox
-from .part import Part
+from .philox import Part
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..dispatch.backend import is_compiling, on_cpu, use_triton
 from ..dispatch.op import Tensors
-from ..launching.launched import launched
-from ..launching.rows import fits
+from ..launching.launched import fits, launched
 
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import RowTile, contiguous_rows, programs_of, vector_of
+from ..launching.launched import RowTile, contiguous_rows, programs_of, vector_of
 from . import kernel
 
 # Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a

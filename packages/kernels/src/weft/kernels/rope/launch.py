@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import contiguous_rows, programs_of
+from ..launching.launched import contiguous_rows, programs_of
 from . import kernel
 
 # 16 first and 16 second elements of pairs a thread: two 16-byte loads of bf16 each. The norm's backward also keeps the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import RowTile, block_length, contiguous_rows, programs_of
+from ..launching.launched import RowTile, block_length, contiguous_rows, programs_of
 from . import kernel
 from .reference import Router
 

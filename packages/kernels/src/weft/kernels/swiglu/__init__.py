@@ -1,5 +1,5 @@
-"""SwiGLU and GeGLU: the ops, their local computation and their layout rule."""
+"""SwiGLU, GeGLU and GELU: the ops, their local computation and their layout rules."""
 
-from .sharded import geglu, swiglu
+from .sharded import geglu, gelu, swiglu
 
-__all__ = ["geglu", "swiglu"]
+__all__ = ["geglu", "gelu", "swiglu"]

@@ -3,7 +3,8 @@
 `forward`, `inference`, `recompute` and `backward` choose the code by `use_triton`. Triton kernels (`kernel_forward`,
 `kernel_backward`, also for an activation alone) compute on a GPU and in Triton's interpreter. Plain torch
 (`plain_forward`, `plain_backward`) computes on a CPU, in float64, and where gate and up differ in dtype; it defines
-the result.
+the result. `gelu_forward` and the functions beside it do the same for GELU, x * Phi(x), where Phi is the normal
+distribution function (Hendrycks and Gimpel 2016).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import backend
+from ..dispatch.backend import runs_natively, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 
@@ -184,3 +186,41 @@ def _multiply_by_derivative(grad: Tensor, gate: Tensor, activation: str) -> Tens
         else aten.gelu_backward(grad, gate, approximate=activation)
     )
     return dgate
+
+
+def gelu_forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
+    """gelu(x), and the saved tensors: x."""
+    y = kernel_forward(x, None, approximate) if use_triton(x) else plain_gelu_forward(x, approximate=approximate)
+    return y, (x,)
+
+
+def gelu_native(x: Tensor, approximate: str) -> Tensor | None:
+    """gelu(x) by torch's function with torch's own gradient, where `runs_natively` allows; None elsewhere."""
+    return plain_gelu_forward(x, approximate=approximate) if runs_natively(x) else None
+
+
+def gelu_recompute(saved: Tensors, *, approximate: str = "none") -> Tensor:
+    """Recomputes the output of `gelu_forward` from its saved tensors."""
+    (x,) = saved
+    assert x is not None, "forward saves x"
+    return gelu_forward(x, approximate=approximate)[0]
+
+
+def gelu_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, approximate: str = "none") -> Tensors:
+    """The gradient of x, as in `plain_gelu_backward`."""
+    (x,) = saved
+    assert x is not None, "forward saves x"
+    if use_triton(x):
+        return kernel_backward(grad, x, None, needed, approximate)
+    return (plain_gelu_backward(grad, x, approximate=approximate) if needed[0] else None,)
+
+
+def plain_gelu_forward(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x), of x's shape. approximate: "none", or "tanh" for the form in section 2 of the paper, as GPT-2 uses."""
+    return F.gelu(x, approximate=approximate)
+
+
+def plain_gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    """dx = grad * (Phi(x) + x * phi(x)), or the tanh form's derivative; one pass, by aten's gelu_backward."""
+    dx: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return dx

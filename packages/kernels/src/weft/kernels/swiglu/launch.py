@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import contiguous_rows
+from ..launching.launched import contiguous_rows
 from . import kernel
 
 # Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not

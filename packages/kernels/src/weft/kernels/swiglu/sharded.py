@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU on plain tensors and DTensors."""
+"""SwiGLU, GeGLU and GELU on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..dispatch.arguments import check_choice
+from ..dispatch.arguments import check_choice, check_tensors
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_operands, infer_gradient_layouts
@@ -82,3 +82,34 @@ SWIGLU, GEGLU = (
     )
     for name in ("swiglu", "geglu")
 )
+
+
+@autocasts("gelu")
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """`x * Phi(x)`, where Phi is the normal distribution function (Hendrycks & Gimpel, 2016).
+
+    x: any shape. Returns a tensor of this shape.
+    approximate: "none", or "tanh" for the form GPT-2 was trained with, as in torch.nn.functional.gelu.
+
+    Layouts: any without Partial; the output has x's layout.
+    Communication: none.
+    Raises LayoutError where x is Partial; ValueError for another approximation, and for x without floating-point
+    values.
+    """
+    check_choice("gelu", "approximate", approximate, FORMS)
+    native = function.gelu_native(x, approximate)
+    if native is not None:
+        return native
+    check_tensors("gelu", ("x",), x)
+    check_floats("gelu", ("x",), x)
+    return apply(GELU, x, approximate=approximate)
+
+
+def _gelu_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    (x,), (shape,) = layouts, shapes
+    assert x is not None and shape is not None, "x is given"
+    output = infer.elementwise("gelu", False, x, operands=("x",))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
+
+
+GELU = Op("gelu", function.gelu_forward, function.gelu_backward, _gelu_rule, recompute=function.gelu_recompute)

@@ -17,9 +17,9 @@ from ..initialization import local_slices
 from ..low_rank import PROJECTIONS
 from ..parallel.lora import lora, lora_of
 from ..safe_files import as_type
-from .adapter_config import ADAPTER_CONFIG, check_patterns, read_adapter_config
+from .configs import ADAPTER_CONFIG, check_patterns, read_adapter_config
+from .fields import Stored
 from .shards import open_safetensors
-from .stored import Stored
 from .tensors import WEIGHT_DTYPES
 
 ADAPTER_FILE, PREFIX = "adapter_model.safetensors", "base_model.model."

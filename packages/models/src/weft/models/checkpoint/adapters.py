@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from ..data.tokenizer import FILES, Tokenizer
 from ..low_rank import adapted_parameter
 from ..parallel.lora import lora_of
-from .adapter_config import ADAPTER_CONFIG
 from .adapter_tensors import ADAPTER_FILE, PREFIX, open_adapters, stored_layer_of
 from .companions import GENERATION_FILE, companions_of, read_companions
+from .configs import ADAPTER_CONFIG
 from .huggingface import attempt, is_parallel, raise_on_all, weights_of_model, whole_parameter
 from .shards import sync_folder, write_documents
 from .storage import begin_folder, own_partial_path

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..families import make_model
 from ..safe_files import links_outside
-from .adapter_config import is_adapter_folder
-from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions
-from .configs import check_layers, read_config, weights_of
+from .configs import check_layers, is_adapter_folder, read_config, weights_of
+from .fields import StoredGroup, common_dtype
 from .huggingface import SHARD_BYTES, finish_pretrained, from_pretrained, group_into_files, save_pretrained
 from .manifest import (
     ADAPTERS,
@@ -39,8 +38,15 @@ from .manifest import (
 from .shards import NAMES, STORED_DTYPES, positional_sum, sync_folder, write_safetensors
 from .states import check_model
 from .storage import FolderReader, begin_folder, finish_folder, partial_path
-from .stored import StoredGroup, common_dtype
-from .tensors import check_tensors, open_tensors, read_parameter, weight_files
+from .tensors import (
+    INDEX_FILE,
+    FolderChecksums,
+    check_tensors,
+    open_tensors,
+    read_parameter,
+    weight_files,
+    write_with_checksums,
+)
 
 
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:

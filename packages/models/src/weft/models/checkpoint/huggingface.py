@@ -26,17 +26,24 @@ from ..losses import local_value
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
-from .adapter_config import ADAPTER_CONFIG, base_folder, is_adapter_folder
 from .adapter_tensors import StoredAdapters, add_adapters, open_adapters
-from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions, attach_companions, companions_of, read_companions
-from .configs import check_layers, read_config, weights_of
+from .configs import ADAPTER_CONFIG, base_folder, check_layers, is_adapter_folder, read_config, weights_of
+from .fields import StoredGroup, common_dtype, group_by_stored_tensor
 from .manifest import ADAPTERS, CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
 from .storage import begin_folder, own_partial_path
-from .stored import StoredGroup, common_dtype, group_by_stored_tensor
-from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_parameter
+from .tensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHT_DTYPES,
+    FolderChecksums,
+    check_tensors,
+    open_tensors,
+    read_parameter,
+    write_with_checksums,
+)
 
 SHARD_BYTES = 5_000_000_000  # the size of a weights file, as in transformers
 

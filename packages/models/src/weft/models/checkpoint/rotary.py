@@ -18,7 +18,7 @@ from ..rope_scaling import (
     magnitude,
 )
 from ..safe_files import as_type, types_of
-from .stored import Repeats, Stored, tied_head
+from .fields import Repeats, Stored, tied_head
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,7 @@
-"""`weft check`: compare the training steps of golden files with the steps of today's program."""
+"""`weft check`: compare the training steps of golden files with the steps of today's program.
+
+`weft check --hangs` proves that no rank of a run's training step waits for ever, or shows the hang.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,78 @@ from pathlib import Path
 
 from ..predict.changes import Change, annotation, as_markdown, find_changes, summarize, totals
 from ..predict.golden import Golden, read_golden
-from ..terminal import PROGRAM, one_line, wrap_lines
+from ..terminal import PROGRAM, one_line, printable, wrap_lines
+from ..train.config import TrainConfig
 from .arguments import OwnOptions, raising_mistakes, report_bad_input
+from .earlier_runs import arguments_of, command_line, describe_ranks, with_mesh_of
 from .explain import complete_configuration
-from .golden_command import arguments_of, command_line, describe_ranks, with_mesh_of
-from .hangs_command import OPTION, check_runs
 from .settings import read_configuration
+
+OPTION = "--hangs"
+HANGS_ABOUT = f"""\
+  Runs a training step on shapes as each rank of a mesh, or on a mesh of more than 64 ranks as a few ranks of each \
+kind, and matches their collectives, messages and waits. No process is started. Takes the options of train, or golden \
+files.
+
+Examples
+  {PROGRAM} check {OPTION} --mesh.pp 2 --mesh.dp 4
+  {PROGRAM} check {OPTION} llama3-8b --mesh.dp 256 --mesh.tp 8
+  {PROGRAM} check {OPTION} golden.json
+
+Recipes
+{{recipes}}
+  The options below show the defaults of the named recipe, or of {{default}} without a name.
+
+Options of check alone
+  --batch ROWS,TOKENS: as for explain.
+  --config FILE: as for explain.
+
+Prints
+  a line where no rank waits for another for ever; otherwise the calls of two ranks that do not meet, beside one \
+another, and which rank waits for which.
+
+Exit status
+  0: no rank waits for ever; 1: the step hangs; 2: input that cannot be used.
+"""
+
+
+def check_runs(arguments: Sequence[str]) -> int:
+    """Check golden files or a run for hangs, and print the results. Returns the exit status.
+
+    arguments: of `weft check`, without --hangs. Raises ValueError for wrong arguments.
+    """
+    parser = OwnOptions()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--batch")
+    own, run_arguments = parser.parse_known_args(arguments)
+    paths = [Path(each) for each in run_arguments if each.endswith(".json")] if not _has_options(run_arguments) else []
+    if not paths:
+        name, config = read_configuration(run_arguments, own.config, command=f"check {OPTION}", about=HANGS_ABOUT)
+        return _check_hangs(*complete_configuration(name, config, own.batch))
+    if len(paths) < len(run_arguments) or own.config is not None or own.batch is not None:
+        raise ValueError(f"with golden files, {OPTION} takes no recipe and no other options")
+    goldens = [read_golden(path) for path in paths]
+    has_hung = False
+    for path, golden in zip(paths, goldens, strict=True):
+        run_arguments, config_file = arguments_of(golden.command, path.parent)
+        name, config = read_configuration(run_arguments, config_file, command="explain", about="")
+        completed = complete_configuration(name, with_mesh_of(config, golden), golden.command.batch)
+        has_hung |= bool(_check_hangs(*completed, before=f"{path}: "))
+    return int(has_hung)
+
+
+def _has_options(arguments: Sequence[str]) -> bool:
+    return any(each.startswith("-") for each in arguments)
+
+
+def _check_hangs(config: TrainConfig, axes: dict[str, int], before: str = "") -> int:
+    """Check a run's step, and print the result after `before`. Returns 1 for a hang, else 0."""
+    from ..train.explained_step import check_run  # imported here because torch takes seconds
+
+    result = check_run(config, axes)
+    print(before + printable(str(result)) if not result.hangs else before + str(result))
+    return int(result.hangs)
+
 
 ABOUT = f"""\
 usage: {PROGRAM} check GOLDEN [GOLDEN ...]
@@ -100,7 +169,7 @@ def _rerun(path: Path, saved: Golden) -> Golden:
         with raising_mistakes("command.options"):
             name, config = read_configuration(arguments, config_file, command="explain", about="")
         config, axes = complete_configuration(name, with_mesh_of(config, saved), saved.command.batch)
-        from ..train.guard import make_golden, ranks_of_stages  # imported here because torch takes seconds
+        from ..train.explained_step import make_golden, ranks_of_stages  # imported here because torch takes seconds
 
         ranks = [each.rank for each in saved.ranks] if axes == saved.mesh else ranks_of_stages(axes)
         return make_golden(config, axes, saved.command, device_type=saved.device, ranks=ranks)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ..checkpoint.adapter_config import is_adapter_folder
+from ..checkpoint.configs import is_adapter_folder
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint

@@ -311,7 +311,7 @@ def _verify(arguments: list[str]) -> int:
     """`weft data verify`."""
     options = parse(VerifyOptions, arguments, command="data verify", about=VERIFY)
     with report_bad_input("data verify"):
-        from ..data.verify import verify
+        from ..data.shards import verify
 
         manifest = verify(options.folder)
     print(

@@ -135,7 +135,7 @@ def _find_records(
     path: Path, task: Task, tokenizer: Tokenizer, template: ChatTemplate | None, count: int
 ) -> Iterator[_Shown]:
     """The first `count` examples of records. Reads no further parts of the records than needed."""
-    from ..data.examples.contents import ExampleRecords
+    from ..data.examples.encode import ExampleRecords
     from ..data.inputs import LeftOut
     from ..data.prepare import PART_BYTES
 

@@ -30,8 +30,8 @@ from ..train.folder import find_checkpoint
 from ..train.from_folder import check_adapters, check_tokens, model_of
 from ..train.task_config import DPOConfig, KTOConfig, changed_option, check_loss_options
 from .arguments import parse, renamed_options, report_bad_input
+from .earlier_runs import Merged, with_options_of_run
 from .generate import base_of, find_tokenizer_of
-from .run_options import Merged, with_options_of_run
 
 OPTIONS = {"data.path": "data", "data.sequence_length": "sequence_length", "data.template": "template"}
 LENGTH = 2048  # the default of --sequence-length, for models with a longer context

@@ -16,7 +16,7 @@ from ..train.launch import processes_for
 from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import OwnOptions, batch_sizes, report_bad_input
-from .golden_command import command_of, describe_ranks
+from .earlier_runs import command_of, describe_ranks
 from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
 
 ABOUT = f"""\
@@ -135,7 +135,7 @@ def _check_save(path: Path) -> None:
 
 def _save(options: argparse.Namespace, run_arguments: list[str], config: TrainConfig, axes: dict[str, int]) -> None:
     """Write the golden file of --save, and print a line about the file."""
-    from ..train.guard import make_golden, ranks_of_stages
+    from ..train.explained_step import make_golden, ranks_of_stages
 
     path: Path = options.save
     command = command_of(run_arguments, folder=path.parent, config=options.config, batch=options.batch)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..checkpoint.adapter_config import base_folder, is_adapter_folder
+from ..checkpoint.configs import base_folder, is_adapter_folder
 from ..checkpoint.manifest import find_manifest
 from ..checks import check_drawing
 from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer

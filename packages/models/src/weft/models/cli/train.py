@@ -8,28 +8,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.adapter_config import is_adapter_folder
+from ..checkpoint.configs import is_adapter_folder
 from ..checkpoint.manifest import MANIFEST
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..data.tokenizer import TOKENIZER_FILE, find_tokenizer, with_template
 from ..terminal import PROGRAM
-from ..train.config import TrainConfig
+from ..train.config import TrainConfig, unfinished_warmup
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
 from ..train.from_folder import check_adapters, check_same_model, check_tokens, find_model, find_origin, fingerprint
 from ..train.launch import adopt_launcher, check_world, launch
-from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room, gpu_count
-from ..train.metrics_file import METRICS, check_logged, read_logged
+from ..train.metrics_file import METRICS, check_logged, check_trackers, read_logged
 from ..train.model_class import check_blocks, check_class, check_named_cuts, count_adapters
 from ..train.report import opening_lines
 from ..train.run import Run, axes_of, check_reference, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.task_config import reference_of
 from ..train.toml import as_toml
-from ..train.trackers import check_trackers
 from .arguments import OwnOptions, is_printing_rank, report_bad_input
 from .compare import check_run_folder
-from .replay import plan_replay
+from .earlier_runs import plan_replay
 from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\

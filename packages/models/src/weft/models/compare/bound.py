@@ -1,5 +1,7 @@
 """How far rounding alone can take two runs apart: the bound by which a difference is called a bug.
 
+`Structure` counts the roundings of a tensor's own computation: ops by modules, lengths of sums by parameters' shapes.
+
 Differences are relative 2-norms of whole tensors: |A - B| / |A|. The unit roundoff u of a dtype is half the distance of
 1 to the next number: 2^-24 in float32, 2^-9 in bfloat16.
 
@@ -30,6 +32,9 @@ elements is within d of a jump of the result, and each of these elements changes
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+from .record_file import Header, Key
 
 AMPLIFICATION = 8.0
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
@@ -62,3 +67,58 @@ def allowed_difference(own: float, before: float, *, chooses: bool = False, is_u
     elif chooses:
         smooth = max(smooth, math.sqrt(smooth))
     return AMPLIFICATION * smooth
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The numbers of two runs of a model that the bound needs: `own` of bound.py for each tensor."""
+
+    header: Header  # of either run: modules, shapes of parameters, and batch are the same
+    ranks: int  # of the larger mesh: the most addends of a sum over ranks
+    stored: float  # the unit roundoff of the coarser dtype of the two runs
+    reduced: float  # the unit roundoff of the coarsest dtype, reduce_dtype included
+
+    def own(self, key: Key) -> float:
+        """The relative rounding of all ops between the tensors digested earlier and this tensor.
+
+        These are the ops of an output's own module. The gradient of an output is made by the backward of the modules
+        that follow in the same parent, and all ops of the parent count.
+        """
+        rows, tokens = self.header.batch
+        if key.kind in ("before", "weight"):
+            return own_rounding(ops=1, addends=1, length=1, stored=self.reduced)
+        module = key.name if key.kind == "output" else key.name.rpartition(".")[0]
+        if key.kind == "gradient":
+            module = module.rpartition(".")[0]
+            length = max(rows * tokens, self._longest(module))
+            return own_rounding(ops=self._ops(module), addends=self.ranks, length=length, stored=self.reduced)
+        return own_rounding(
+            ops=self._ops(module), addends=self.ranks, length=max(tokens, self._longest(module)), stored=self.stored
+        )
+
+    def own_of_sum(self) -> float:
+        """The relative rounding of the loss and of the norm: a sum over all tokens of the batch."""
+        rows, tokens = self.header.batch
+        length = max(rows * tokens, self._longest(""))
+        return own_rounding(ops=1, addends=self.ranks, length=length, stored=self.stored)
+
+    def chooses(self, key: Key) -> bool:
+        """Whether the tensor is the output of a module in which tokens choose experts."""
+        return key.kind == "output" and any(
+            each == key.name or each.startswith(f"{key.name}.") for each in self.header.choosing
+        )
+
+    def _ops(self, module: str) -> int:
+        """The number of ops of a module, estimated: the module and all modules within. "" is the model."""
+        within = [each for each in self.header.modules if _is_within(each, module)]
+        return 1 + len(within)
+
+    def _longest(self, module: str) -> int:
+        """The longest sum of a module, estimated: the largest dim of the parameters within. "" is the model."""
+        dims = [max(shape, default=1) for name, shape in self.header.parameters.items() if _is_within(name, module)]
+        return max(dims, default=1)
+
+
+def _is_within(name: str, module: str) -> bool:
+    """Whether a module or parameter is within a module; "" is the model, around all but itself."""
+    return name.startswith(f"{module}.") if module else bool(name)

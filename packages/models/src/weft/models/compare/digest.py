@@ -1,6 +1,6 @@
 """The digest of a tensor: numbers by which two runs are compared, whatever the meshes that cut the tensor.
 
-A digest has, for each block of the tensor (`grid.py`):
+A digest has, for each block of the tensor (`record_file.py: parts_of`):
 - a hash: the sum modulo 2^64, over the elements, of bits * a[row] * b[column], where the tensor is seen as a matrix
   whose last dim are the columns. a and b are odd 64-bit numbers mixed from the global index. Sums modulo 2^64 have no
   order, so the hash is the same for any cut of the tensor. Two tensors that differ have the same hash with a
@@ -16,7 +16,8 @@ replica shows in the sum. The hash is the first replica's; a second sum of hashe
 replicas agree. Addends of a Partial value are digested before the reduction: the sum of their sketches is the sketch of
 the reduced value, and there is no hash.
 
-Everything here runs on the tensor's device, and the host does not wait.
+`MicrobatchTokens` gives the places of a microbatch's tokens in the batch, from which the global indices follow. Digests
+are computed on the tensor's device, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels.extension import Runs
+from weft.reshard import layout_of
 
-from .grid import SKETCHES, count_blocks, parts_of
+from ..parallel.batch import ModelArguments
+from ..parallel.packed.exchange import RowOrders
+from ..parallel.pipeline.step import Microbatch
+from .record_file import SKETCHES, count_blocks, parts_of
 
 _CHUNK = 2**22  # elements digested at once: bounds the memory of the 64-bit copies to 64 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -215,3 +222,37 @@ def _signed(number: int) -> int:
 def _seed(purpose: int) -> int:
     """The start of a purpose's sequence in `_mix`."""
     return _signed(purpose * 0xD1342543DE82EF95 % 2**64)
+
+
+class MicrobatchTokens:
+    """Where a microbatch's tokens [B, T] are in the batch, from row `first` on, and which tokens are on this rank."""
+
+    def __init__(self, tokens: Tensor, first: int, order: Runs | RowOrders | None) -> None:
+        self.shape = tuple(tokens.shape)
+        self.layout = layout_of(tokens) if isinstance(tokens, DTensor) else None
+        self.first = first  # the microbatch's first row in the batch
+        self.local = tuple((tokens.to_local() if isinstance(tokens, DTensor) else tokens).shape)
+        self.order = order  # of tokens in memory; None: reading order
+
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Whether a tensor has this microbatch's rows and tokens: [B, T, ...], as a DTensor or as the local part."""
+        shape = tuple(tensor.shape)
+        return shape[:2] == (self.shape if isinstance(tensor, DTensor) or self.layout is None else self.local)
+
+    def places(self, cut: slice) -> Tensor | None:
+        """The index in the row of each token in the slice `cut` of memory; None in reading order. For `place_of`."""
+        if self.order is None:
+            return None
+        if isinstance(self.order, RowOrders):
+            return self.order.places(torch.device("cpu"))[:, cut]
+        return torch.cat([torch.arange(start, stop) for start, stop in self.order])[cut].unsqueeze(0)
+
+
+def tokens_of_microbatches(arguments: ModelArguments, microbatches: Sequence[Microbatch]) -> list[MicrobatchTokens]:
+    """The tokens of each microbatch of a step. arguments: of the model."""
+    found, first = [], 0
+    for each in microbatches:
+        tokens = arguments.tokens(each.args, each.kwargs)
+        found.append(MicrobatchTokens(tokens, first, arguments.order(each.args, each.kwargs)))
+        first += tokens.shape[0]
+    return found

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .bound import UNIT, allowed_difference, unit_of
-from .entries import Header, Key, StepDigests, TensorDigest
-from .grid import block_slices
-from .structure import Structure
+from .bound import UNIT, Structure, allowed_difference, unit_of
+from .record_file import Header, Key, StepDigests, TensorDigest, block_slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,12 @@
-"""The file of a run's digests: written line by line, step by step, and read back, also while the run goes on.
+"""The digests of a run as values, and the file that holds the digests.
 
-Each line is a JSON object: a header of the run, a table, or a step. A table names the tensors of the following steps,
-until the next table. A step has the numbers of the step's tensors, as base64 of little-endian arrays. A resumed run
-appends a header, since the mesh may have changed. A last line without a newline is being written, and is not read.
+A digest has numbers for each block of a tensor. The blocks depend on the tensor's global shape alone, never on a mesh.
+A step's digests are the key, shape and layout of each tensor, and the numbers of all tensors.
+
+The file is written line by line, step by step, and read back, also while the run goes on. Each line is a JSON object: a
+header of the run, a table, or a step. A table names the tensors of the following steps, until the next table. A step
+has the numbers of the step's tensors, as base64 of little-endian arrays. A resumed run appends a header, since the mesh
+may have changed. A last line without a newline is being written, and is not read.
 """
 
 from __future__ import annotations
@@ -10,17 +14,161 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..safe_files import append, as_type, parse_json, read_plain, write_anew
-from .entries import KINDS, Header, Key, StepDigests, TensorEntry
-from .grid import SKETCHES, parts_of
+
+SKETCHES = 4  # signed sums of a block
+
+
+def parts_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The number of parts of each dim: 4 for a vector, 4 x 4 for a matrix, 2 x 2 x 4 for activations [B, T, H].
+
+    Tensors of more dims are cut in the first two and the last. At most 16 blocks; no dim has more parts than elements.
+    """
+    if len(shape) <= 2:
+        most = [4] * len(shape)
+    else:
+        most = [2, 2, *[1] * (len(shape) - 3), 4]
+    return tuple(max(1, min(part, size)) for part, size in zip(most, shape, strict=True))
+
+
+def count_blocks(shape: Sequence[int]) -> int:
+    """The number of blocks of a tensor; 1 for a scalar."""
+    return math.prod(parts_of(shape))
+
+
+def block_slices(shape: Sequence[int]) -> list[tuple[slice, ...]]:
+    """The slice of each block in the global tensor, in the blocks' order: the last dim's parts run fastest."""
+    cuts = []
+    for size, parts in zip(shape, parts_of(shape), strict=True):
+        edges = [-(-part * size // parts) for part in range(parts + 1)]
+        cuts.append([slice(start, stop) for start, stop in pairwise(edges)])
+    return list(product(*cuts))
+
+
+# In the order in which a step computes the tensors. "before": a parameter before the step, recorded only if the step
+# before has no digests. "output": a module's output. "backward": the gradient of a module's output. "gradient": a
+# parameter's gradient, after synchronization and before clipping. "weight": a parameter after the update.
+TensorKind = Literal["before", "output", "backward", "gradient", "weight"]
+KINDS: tuple[TensorKind, ...] = ("before", "output", "backward", "gradient", "weight")
+
+
+class Key(NamedTuple):
+    """Which tensor of a step: the same on every mesh."""
+
+    kind: TensorKind
+    name: str  # of the module or the parameter; "" for the model
+    number: int = 0  # of the tensor among the module's outputs
+
+    def __str__(self) -> str:
+        name = (self.name or "the model") + (f" (output {self.number})" if self.number else "")
+        match self.kind:
+            case "output":
+                return f"the output of {name}"
+            case "backward":
+                return f"the gradient of the output of {name}"
+            case "gradient":
+                return f"the gradient of {name}"
+            case "before":
+                return f"the weight {name} before the step"
+            case "weight":
+                return f"the weight {name} after the update"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a step, without the digest's numbers. Entries are the same for many steps, and written once."""
+
+    key: Key
+    shape: tuple[int, ...]  # of the global tensor; of activations, of the whole batch
+    dtype: str  # as "bfloat16"
+    layout: str  # as "dp: S(0), tp: R"; "" for a plain tensor
+    is_hashed: bool  # False for Partial values, whose addends differ between meshes
+    holders: tuple[int, ...]  # for each block the first rank with elements of the block
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of the tensor in a digest."""
+        return count_blocks(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDigests:
+    """The digests of a step, added over all ranks. Each array has all entries in order, an entry's blocks in a row."""
+
+    step: int  # from 1
+    loss: float
+    norm: float | None  # of the gradients, before clipping
+    entries: tuple[TensorEntry, ...]  # in the order of computation
+    hashes: NDArray[np.int64]  # [blocks of all entries]
+    sketches: NDArray[np.float64]  # [blocks of all entries, SKETCHES]
+    squares: NDArray[np.float64]  # [entries]
+    largest: NDArray[np.float64]  # [entries]
+    disagreeing: frozenset[int]  # indices of the entries whose replicas differ
+    ops: dict[str, tuple[str, ...]]  # Weft's ops called directly by each module's forward
+
+    def by_key(self) -> dict[Key, TensorDigest]:
+        """The digest of each tensor, in the order of computation."""
+        found, start = {}, 0
+        for number, entry in enumerate(self.entries):
+            stop = start + entry.blocks
+            found[entry.key] = TensorDigest(
+                entry=entry,
+                hashes=self.hashes[start:stop],
+                sketches=self.sketches[start:stop],
+                squares=float(self.squares[number]),
+                largest=float(self.largest[number]),
+                agrees=number not in self.disagreeing,
+            )
+            start = stop
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorDigest:
+    """The digest of a tensor of a step, added over all ranks; for the numbers, see digest.py."""
+
+    entry: TensorEntry
+    hashes: Any  # [blocks] int64
+    sketches: Any  # [blocks, SKETCHES] float64
+    squares: float  # the sum of squares
+    largest: float  # the largest magnitude
+    agrees: bool  # whether all replicas had the same bits
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm: exact, or of a Partial value estimated by the sketch."""
+        squares = self.squares if self.entry.is_hashed else float(np.square(self.sketches).mean(1).sum())
+        return float(np.sqrt(squares))
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The facts about a run by which digests are judged. A file begins with a Header; a resumed run appends another."""
+
+    parameters: dict[str, tuple[int, ...]]  # shapes by name, of all pipeline stages
+    modules: tuple[str, ...]  # the names of all modules
+    mesh: dict[str, int]  # sizes by axis
+    batch: tuple[int, int]  # rows and tokens of a row
+    dtype: str
+    reduce_dtype: str
+    choosing: tuple[str, ...]  # modules with a choice of experts for each token
+    microbatches: int
+    by_microbatch: tuple[str, ...]  # parts of a step whose values depend on the number of microbatches, in words
+    data: str  # checksum of the data
+    seed: int
+    arithmetic: dict[str, str] | None = None  # on which the bits of a run with `plan.exact` depend; None without
+
 
 DIGESTS = "digests.jsonl"
 _VERSION = 1

@@ -25,13 +25,11 @@ from weft.reshard import layout_of
 from weft.reshard.extension import tensors_of, this_rank
 
 from ..parallel.batch import ModelArguments
-from ..parallel.packed.rows import RowOrders
+from ..parallel.packed.exchange import RowOrders
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.step import Microbatch
-from .digest import Digest, TensorPlace, digest_part, place_of
-from .entries import KINDS, Key, StepDigests, TensorEntry, TensorKind
-from .grid import SKETCHES, count_blocks
-from .microbatch_tokens import MicrobatchTokens, tokens_of_microbatches
+from .digest import Digest, MicrobatchTokens, TensorPlace, digest_part, place_of, tokens_of_microbatches
+from .record_file import KINDS, SKETCHES, Key, StepDigests, TensorEntry, TensorKind, count_blocks
 
 
 class Recorder:

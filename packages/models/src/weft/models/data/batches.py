@@ -22,8 +22,7 @@ from torch import Tensor
 from weft.mesh import derive_key
 
 from .sources import Data, Mixture, check_enough
-from .split import split
-from .streams import Stream
+from .streams import Stream, split
 
 # Rounds of the Feistel network; four of pseudorandom functions give a pseudorandom permutation (Luby, Rackoff 1988).
 ROUNDS = 6

@@ -127,7 +127,7 @@ def _contents(
 ) -> Contents:
     if task == "pretrain":
         return Texts(columns, boundary_tokens(tokenizer, bos=bos, eos=eos), tokenizer)
-    from .examples.contents import ExampleRecords
+    from .examples.encode import ExampleRecords
 
     return ExampleRecords(task, tokenizer, template, columns.skip_bad)
 

@@ -1,4 +1,4 @@
-"""Writes the files of a shard, entry by entry."""
+"""The files of shards: written entry by entry, verified by checksums and content. Needs numpy, unlike sources.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from .contents import ShardEntry
+from .examples.stored import PartOnDisk
 from .inputs import LeftOut
-from .manifest import TokenShard, finish, num_files, write_whole
+from .manifest import (
+    DataManifest,
+    TokenShard,
+    check_sum,
+    check_tokenizer,
+    finish,
+    num_files,
+    read_manifest,
+    write_whole,
+)
+from .streams import ShardStream
 
 if TYPE_CHECKING:
     from .examples.example import Task
+
 
 REPORT_BYTES = 1 << 20  # of input between two reports
 
@@ -101,3 +113,24 @@ def write_shard(
         passed=tuple(left_out.passed),
         prompt=prompt,
     )
+
+
+def verify(folder: Path) -> DataManifest:
+    """Read every file of a prepared folder. Raises ValueError for a file whose checksum differs from the manifest's."""
+    manifest = read_manifest(folder)
+    check_tokenizer(folder, manifest)
+    for shard in manifest.shards:
+        check_shard(folder, shard, manifest)
+    return manifest
+
+
+def check_shard(folder: Path, shard: TokenShard, manifest: DataManifest) -> None:
+    """Read the files of a shard.
+
+    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` and `PartOnDisk.check`.
+    """
+    for name, digest in zip(shard.names, shard.sha256, strict=True):
+        check_sum(folder / name, digest)
+    ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()
+    if manifest.task != "pretrain":
+        PartOnDisk(folder, shard, manifest.task, manifest.dtype, manifest.vocab_size).check()

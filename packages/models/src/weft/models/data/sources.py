@@ -302,7 +302,7 @@ def check_share(data: Data, share: int, shares: int) -> int:
     Raises ValueError as `check_shard` does.
     """
     shards = [each for source in _sources_of(data) for each in source.shards]
-    from .verify import check_shard  # imported here because numpy takes a tenth of a second
+    from .shards import check_shard  # imported here because numpy takes a tenth of a second
 
     nbytes = 0
     for folder, shard, manifest in shards[share::shares]:
@@ -363,7 +363,7 @@ def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
         num_sequences = ceil(batch_size * weight / total)
         if source.num_tokens > 4 * num_sequences * sequence_length:  # at least about half of the tokens is trained on
             continue
-        from .split import split
+        from .streams import split
 
         available = len(split(source.open(), sequence_length).trained)
         if available < num_sequences:

@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.fields import Fields
-from ..checkpoint.stored import Repeats, Stored, tied_head
+from ..checkpoint.fields import Fields, Repeats, Stored, tied_head
 from .config import GPTConfig
 
 if TYPE_CHECKING:

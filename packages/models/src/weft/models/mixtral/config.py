@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..checks import check_sizes
-from ..config import BlockOptions, ExpertOptions
-from ..mixture_config import MixtureConfig
+from ..config import BlockOptions, ExpertOptions, MixtureConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

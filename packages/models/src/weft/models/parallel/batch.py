@@ -17,8 +17,8 @@ from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
 from ..exact import check_batch
+from .packed.exchange import RowOrders
 from .packed.order import NO_WINDOW, order_by_documents
-from .packed.rows import RowOrders
 from .packed.transfer import prepare_exchanges
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, TOKENS_DIM

@@ -37,8 +37,8 @@ from .batch import (
     ordered_positions,
     sharded_on_tokens,
 )
+from .packed.exchange import RowOrders
 from .packed.hooks import LatestOrder, is_by_documents, start_exchange, take_received
-from .packed.rows import RowOrders
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS, TOKENS_DIM
 

@@ -18,8 +18,7 @@ from weft.reshard.extension import layout_in_call, local_of, this_rank, wrap
 from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
 from ..low_rank import Adapter, LowRank, LowRankExperts, StackedLowRank, adapted_parameter
-from .lora_dropout import check_dropout, hand_keys, take_keys_back
-from .lora_targets import AdapterPlace, find_places
+from .lora_targets import AdapterPlace, check_dropout, find_places, hand_keys, take_keys_back
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
 from .resolve import holder_of

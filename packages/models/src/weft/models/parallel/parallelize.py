@@ -20,10 +20,16 @@ from ..exact import check_exact, check_shared, check_ulysses, in_words
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
-from .experts.hooks import hook_experts
-from .experts.placement import check_experts, expert_meshes
+from .experts.placement import check_experts, expert_meshes, hook_experts
 from .local_modules import hook_rows
-from .parameter_layouts import check_parameters, has_tensor_axis, parameter_layouts
+from .parameter_layouts import (
+    check_parameters,
+    check_zero,
+    has_tensor_axis,
+    hook_zero,
+    parameter_layouts,
+    shard_layouts,
+)
 from .pipeline.cut import Cut, cut
 from .pipeline.run import Pipeline, shares_casts, stage_mesh_of
 from .pipeline.stages import Stages
@@ -31,7 +37,6 @@ from .plan import ParallelPlan, exact_of, pipeline_plan, without_pipeline
 from .recompute import blocks_of, recompute
 from .resolve import ModulePlan, module_plans_of, plans_deciding, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS, Style, check_mesh_axes
-from .zero import check_zero, hook_zero, shard_layouts
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

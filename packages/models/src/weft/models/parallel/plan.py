@@ -26,7 +26,7 @@ class ExpertPlan:
     over_tp: bool = False
     #: "exchange" sends a token once to each rank with any of the token's experts; the host reads the counts from the
     #: device once a layer. "gather" brings all tokens to every rank along "ep"; the host never waits. None takes the
-    #: cheaper by experts/price.py.
+    #: cheaper by experts/transport.py.
     tokens: TokenTransport | None = None
 
     def __post_init__(self) -> None:

@@ -249,7 +249,9 @@ class DataWork:
         gathers = self.gathers if gathers_first else 0.0
         if candidate.pp > 1:
             of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
-            return passes + of_blocks + self.update / candidate.pp
+            # Of the rank with the most blocks, whose sums of all microbatches are in turn.
+            sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)
+            return max(passes, sums) + of_blocks + self.update / candidate.pp
         before = 0.0 if candidate.zero == 3 else gathers * num_blocks
         before += passes
         return max(self.busy, before, before - (last_backward or passes) + self.at_last) + self.update

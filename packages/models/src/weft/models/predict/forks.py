@@ -52,7 +52,7 @@ class Forks:
     @property
     def has_room(self) -> bool:
         """Whether a call started now would keep a process from being idle."""
-        return self._count > 1 and sum(not each.done() for each in self._futures.values()) < 2 * self._count
+        return self._count > 1 and sum(not each.done() for each in self._futures.values()) < self._count
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the call made in a process, unless it was started before. With a count of 1, do nothing."""

@@ -27,6 +27,7 @@ from ..step.record import StepShape
 from .trace import GATHERED_AHEAD
 
 PeakPlace = Literal["before", "first", "middle", "last", "after", "none"]  # of a moment: which block, or none
+UNDIVIDED = ("gathered", "activations", "recomputed", "logits")  # kinds that further ranks along "dp" do not divide
 MIDDLE = 1  # `Peak.place` of a middle block in a composed peak
 
 
@@ -171,6 +172,14 @@ def compose(
     _, moment, held = max(found, key=lambda entry: entry[0])
     place = {"before": BEFORE, "first": 0, "middle": MIDDLE, "last": blocks - 1}.get(moment.place, blocks)
     return Peak(phase=moment.phase, op=moment.op, place=place, **{kind: round(held[kind]) for kind in KINDS})
+
+
+def undivided_bytes(parts: MemoryParts, *, blocks: int) -> float:
+    """The most bytes at a moment, of a rank with `blocks` blocks, that no further ranks along "dp" divide.
+
+    Counted are gathered parameters and activations.
+    """
+    return max(sum(each.held.at(blocks)[kind] for kind in UNDIVIDED) for each in parts.moments)
 
 
 def stage_peaks(parts: MemoryParts, schedule: Schedule, ranges: Sequence[tuple[int, int]]) -> list[Peak]:

@@ -14,7 +14,7 @@ from ..step.alike import block_names, choose_representatives, copy_blocks, signa
 from ..step.memory import predict_memory
 from ..step.record import StepShape
 from .bounds import Parameters, layers_of_stages, weights_floor
-from .memory import MemoryParts, compose, memory_parts, stage_peaks
+from .memory import MemoryParts, compose, memory_parts, stage_peaks, undivided_bytes
 from .pipeline_time import even_stages
 from .plans import Candidate
 from .trace import GATHERED_AHEAD
@@ -124,6 +124,28 @@ class PlanMemory:
         tps = (candidate.tp,) if candidate.tp <= self.least_tp[1] else self.least_tp
         counts = (1,) if candidate.rows_on_rank(self.workload.rows) == candidate.cp else (1, 2)
         return [(_floor_run(candidate, tp), rows) for rows in counts for tp in tps]
+
+    def gathered_floor(self, candidate: Candidate) -> float:
+        """A lower bound of `peak`, under zero=3 with the parameters gathered while activations are held.
+
+        From a step of two ranks along "dp" with as many tokens on a rank, which serves all sizes of "dp" and "cp".
+        Tensors gathered over "cp" are left out.
+        """
+        runs = self.gathered_runs(candidate)
+        parts = self._parts_of(*runs[0]) if runs else None
+        if parts is None:
+            return self.weights_floor(candidate)
+        blocks = len(self.parameters.in_blocks)
+        return self.weights_floor(candidate, gradients=False) + undivided_bytes(parts, blocks=blocks)
+
+    def gathered_runs(self, candidate: Candidate) -> list[tuple[Candidate, int]]:
+        """The arguments of the run by `run` from which `gathered_floor` follows; [] where no run serves."""
+        rows, uneven = divmod(candidate.rows_on_rank(self.workload.rows), candidate.cp)
+        if candidate.zero < 3 or candidate.pp > 1 or candidate.ep > 1 or uneven:
+            return []
+        count = min(candidate.microbatches, RUN_MICROBATCHES)
+        run = replace(candidate, dp=2, cp=1, context=None, microbatches=count)
+        return [(run, run.dp * rows)]
 
     def peak(self, candidate: Candidate) -> int:
         """An upper bound of the bytes of the candidate's fullest rank in a step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -63,6 +63,7 @@ class PlanPrices:
             Bound(ACTIVATIONS, self.activations_bound, runs=self.floor_runs),
             Bound(TIME, self.data_bound, runs=self._data_runs),
             Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
+            Bound(ACTIVATIONS, self.gathered_bound, runs=self._gathered_runs),
         ]
 
     # -- memory
@@ -73,8 +74,15 @@ class PlanPrices:
 
     def activations_bound(self, candidate: Candidate) -> float:
         """math.inf where a lower bound of the bytes with activations exceeds the memory; else 0."""
+        return self._memory_bound(self.memory.floor, candidate)
+
+    def gathered_bound(self, candidate: Candidate) -> float:
+        """math.inf where a lower bound of the bytes with gathered parameters exceeds the memory; else 0."""
+        return self._memory_bound(self.memory.gathered_floor, candidate)
+
+    def _memory_bound(self, floor: Callable[[Candidate], float], candidate: Candidate) -> float:
         try:
-            return math.inf if self.memory.floor(candidate) > self.limit else 0.0
+            return math.inf if floor(candidate) > self.limit else 0.0
         except ValueError:  # refused by the model: reported by the price
             return 0.0
 
@@ -164,6 +172,9 @@ class PlanPrices:
         """For `activations_bound`."""
         return unmade((self.memory, *each) for each in self.memory.floor_runs(candidate))
 
+    def _gathered_runs(self, candidate: Candidate) -> list[PlanRun]:
+        return unmade((self.memory, *each) for each in self.memory.gathered_runs(candidate))
+
     def _data_runs(self, candidate: Candidate) -> list[PlanRun]:
         return [] if candidate.ep > 1 else self._stage_traces(*self._with_data(candidate))
 
@@ -198,12 +209,16 @@ class PlanPrices:
         return key, candidate.rows_on_rank(self.workload.rows)
 
     def _with_data(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """The candidate and the rows traced for `data_bound`: two ranks along "dp" with a row each."""
+        """The candidate and the rows traced for `data_bound`: two ranks along "dp" with a row each.
+
+        The way of attention over "cp" does not matter here, nor does the number of microbatches from two on: each
+        trace serves all.
+        """
         stage = STAGE if candidate.pp > 1 else {}
-        count = 1 if stage else min(candidate.microbatches, RUN_MICROBATCHES)
+        count = 1 if stage or candidate.microbatches == 1 else RUN_MICROBATCHES
         key = Candidate(**stage, tp=candidate.tp, zero=candidate.zero, microbatches=count)
         if _follows_cp(candidate):
-            key = replace(key, dp=2, cp=candidate.cp, context=candidate.context)
+            key = replace(key, dp=2, cp=candidate.cp, context="all_gather" if candidate.cp > 1 else None)
         elif candidate.data_ranks > 1:
             key = replace(key, dp=2)
         return self.workload.traced(key), key.dp
@@ -304,8 +319,11 @@ class PlanPrices:
             def update(compute: Compute) -> float:
                 return floor_seconds(compute, self.chip) * (key.data_ranks / ranks if candidate.zero else 1)
 
-            if trace is not None:
-                trace = trace if candidate.pp > 1 else replace(trace, times=times_of(candidate.microbatches))
+            if trace is not None and candidate.pp == 1:
+                # Two microbatches are the first and the last of three.
+                trace = replace(
+                    trace, times=(1, 0, 1) if candidate.microbatches == 2 else times_of(candidate.microbatches)
+                )
             self._data[known] = None if trace is None else data_work_of(trace, update, seconds)
         return self._data[known]
 

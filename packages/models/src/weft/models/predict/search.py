@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,9 @@ class _HasComplexity(Protocol):
 
 
 C = TypeVar("C", bound=_HasComplexity)
+# In the queue of a search: the least seconds, complexity, the next stage (a bound, the price, `fits`), the name of the
+# bound, the candidate, and once priced the price's value. No two entries have the same complexity.
+_Entry = tuple[float, tuple[int, ...], int, str, C, Any]
 AHEAD = 8  # candidates whose runs may be made while a candidate's runs are
 
 
@@ -60,12 +62,12 @@ class Found(Generic[C]):
 class Certificate:
     """How many candidates a search refused, cut, priced and left. These four add up to `enumerated`.
 
-    A complete search has proved the results: each unpriced candidate has a lower bound above the last result's seconds.
+    A complete search has proved the results: no unpriced candidate can be among them, by a lower bound of its seconds.
     """
 
     enumerated: int  # all candidates
     refused: Mapping[str, int] = field(default_factory=dict)  # impossible candidates, by reason
-    # By the name of the bound, which is math.inf or above the last result's seconds.
+    # By the name of the bound, which is math.inf or not below the last result's seconds.
     cut: Mapping[str, int] = field(default_factory=dict)
     priced: int = 0
     too_large: int = 0  # among the priced: fast enough for the results, but over the memory
@@ -109,15 +111,16 @@ def search(
     bounds: eager bounds first, then from cheap to costly. A candidate's bound is the largest found until then, so a
         later bound may be below an earlier bound.
     price: returns a candidate's seconds, math.inf for a candidate that cannot run, and a value for `Found.price`.
-    fits: whether a candidate fits the memory: a test too slow for a bound. Called for priced candidates that would be
-        among the results. None: all candidates fit.
+    fits: whether a candidate fits the memory: a test too slow for a bound. Called for candidates that are no slower
+        than the last result, and after `within` for priced candidates. None: all candidates fit.
     within: seconds after which no further candidate is priced. The certificate counts the candidates left.
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
     refused: numbers of impossible candidates by reason, for the certificate. None: no candidate was refused.
-    Best first: the candidate with the least bound gets the next bound, or after the last bound a price. The search ends
-    when the least bound is above the last result's seconds. Then the results are those of pricing every candidate.
+    Best first: the candidate with the least bound gets the next bound, or after the last bound a price. A candidate
+    whose price is the least of all prices and bounds left is tried for memory, and is then the next result. So the
+    search ends with the last result, and the results are those of pricing every candidate.
     Raises ValueError for an eager bound after a bound that is not.
     """
     eager = [bound for bound in bounds if bound.is_eager]
@@ -125,7 +128,7 @@ def search(
         raise ValueError("search: an eager bound comes after a bound that is not eager; give the eager bounds first")
     begin = clock()
     cut: Counter[str] = Counter()
-    queue: list[tuple[float, tuple[int, ...], int, str, C]] = []
+    queue: list[_Entry[C]] = []
     for candidate in candidates:
         least, name = 0.0, ""
         for bound in eager:
@@ -137,33 +140,35 @@ def search(
         if least == math.inf:
             cut[name] += 1
         else:
-            queue.append((least, candidate.complexity, len(eager), name, candidate))
+            queue.append((least, candidate.complexity, len(eager), name, candidate, None))
     total = sum(cut.values()) + len(queue)
     heapq.heapify(queue)
     runs_of_stages = [*(bound.runs for bound in bounds), price_runs, fit_runs]
 
+    def first_runs(stage: int, candidate: C) -> Sequence[Any]:
+        """What the candidate needs first, from this stage up to the price. Few are tried for memory then."""
+        stages = runs_of_stages[stage : max(stage, len(bounds)) + 1]
+        return next((runs for runs_of in stages if (runs := runs_of(candidate))), ())
+
     def ahead(stage: int, candidate: C) -> Iterator[Sequence[Any]]:
-        if stage < len(bounds):  # of priced candidates, few are tried for memory
-            yield runs_of_stages[stage + 1](candidate)
-        yield from (runs_of_stages[each[2]](each[4]) for each in heapq.nsmallest(AHEAD, queue))
+        if stage < len(bounds):
+            yield first_runs(stage + 1, candidate)
+        yield from (first_runs(each[2], each[4]) for each in heapq.nsmallest(AHEAD, queue))
 
     def make_ready(stage: int, candidate: C) -> None:
         if prepare is not None and (needed := runs_of_stages[stage](candidate)):
             prepare(needed, ahead(stage, candidate))
 
     found: list[Found[C]] = []
-    num_priced, too_large, left, least_left = 0, 0, 0, math.inf
-    while queue:
-        worst = found[keep - 1].seconds if len(found) >= keep else math.inf
-        if queue[0][0] > worst:
-            cut.update(name for _, _, _, name, _ in queue)
-            break
-        if clock() - begin > within:
-            still_open = [entry for entry in queue if entry[0] <= worst]
-            cut.update(name for least, _, _, name, _ in queue if least > worst)
-            left, least_left = len(still_open), queue[0][0]
-            break
-        least, complexity, stage, name, candidate = heapq.heappop(queue)
+    unpriced: list[_Entry[C]] = []  # when the time is over
+    num_priced, too_large, is_over = 0, 0, False
+    while queue and len(found) < keep:
+        if not is_over and clock() - begin > within:
+            is_over = True
+            unpriced = [entry for entry in queue if entry[2] <= len(bounds)]
+            queue = sorted(entry for entry in queue if entry[2] > len(bounds))
+            continue
+        least, complexity, stage, name, candidate, value = heapq.heappop(queue)
         make_ready(stage, candidate)
         if stage < len(bounds):
             seconds = bounds[stage].seconds(candidate)
@@ -171,28 +176,31 @@ def search(
                 least, name = seconds, bounds[stage].name
             if least == math.inf:
                 cut[name] += 1
-            else:
-                heapq.heappush(queue, (least, complexity, stage + 1, name, candidate))
+                continue
+        elif stage == len(bounds):
+            num_priced += 1
+            least, value = price(candidate)
+            if least == math.inf:
+                continue
+        elif fits is None or fits(candidate):
+            found.append(Found(candidate=candidate, seconds=least, price=value))
             continue
-        num_priced += 1
-        seconds, value = price(candidate)
-        entry = Found(candidate=candidate, seconds=seconds, price=value)
-        if seconds == math.inf or (len(found) >= keep and entry.rank > found[keep - 1].rank):
-            continue
-        make_ready(stage + 1, candidate)
-        if fits is not None and not fits(candidate):
+        else:
             too_large += 1
             continue
-        insort(found, entry, key=lambda each: each.rank)
-        del found[keep:]
+        heapq.heappush(queue, (least, complexity, stage + 1, name, candidate, value))
+    unpriced += [entry for entry in queue if entry[2] <= len(bounds)]
+    worst = found[keep - 1].seconds if len(found) == keep else math.inf
+    still_open = [entry for entry in unpriced if is_over and entry[0] <= worst]
+    cut.update(name for least, _, _, name, _, _ in unpriced if not is_over or least > worst)
     certificate = Certificate(
         enumerated=total + sum((refused or {}).values()),
         refused=dict(refused or {}),
         cut=dict(cut),
         priced=num_priced,
         too_large=too_large,
-        left=left,
-        least_left=least_left,
+        left=len(still_open),
+        least_left=min((entry[0] for entry in still_open), default=math.inf),
         seconds=clock() - begin,
     )
     return Outcome(found=tuple(found), certificate=certificate)

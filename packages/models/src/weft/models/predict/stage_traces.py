@@ -35,6 +35,7 @@ class StageTraces:
     cp: tuple[int, ...] = ()
     num_experts: int = 0  # of a mixture: tokens are divided evenly among them
     _traces: dict[tuple[Candidate, int], Trace] = field(default_factory=dict)
+    _sizes: set[int] = field(default_factory=set)  # of the axes of the model's matrices, once known
 
     def trace(self, candidate: Candidate, rows: int) -> Trace:
         """The trace of a candidate's step whose microbatches have `rows` rows over all ranks.
@@ -102,9 +103,12 @@ class StageTraces:
         tp, cp = candidate.tp, candidate.cp
         if candidate.context == "ulysses" and cp not in (1, *self.cp):
             return False
-        sizes = {size for each in self.workload.model.parameters() if each.dim() > 1 for size in each.shape}
+        if not self._sizes:
+            self._sizes.update(
+                size for each in self.workload.model.parameters() if each.dim() > 1 for size in each.shape
+            )
         parts = 2 * cp * tp * max(1, self.num_experts)
-        return self.workload.tokens % parts == 0 and all(size % tp == 0 for size in sizes)
+        return self.workload.tokens % parts == 0 and all(size % tp == 0 for size in self._sizes)
 
 
 def least_two(candidates: Iterable[Candidate]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..checks import check_coefficients, check_sizes
-from ..config import BlockOptions, ExpertOptions, RouterScore, shown
-from ..mixture_config import MixtureConfig
+from ..config import BlockOptions, ExpertOptions, MixtureConfig, RouterScore, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.fields import Fields
+from ..checkpoint.fields import Fields, Stored
 from ..checkpoint.rotary import (
     ACTIVATIONS,
     NAMES,
@@ -19,7 +19,6 @@ from ..checkpoint.rotary import (
     write_rope,
 )
 from ..checkpoint.rotary import stored as stored_as_named
-from ..checkpoint.stored import Stored
 from ..safe_files import as_type
 from .config import QwenMoeConfig
 

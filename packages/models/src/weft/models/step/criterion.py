@@ -28,7 +28,7 @@ from weft.reshard.extension import exact_axes, local_of, wrap
 
 from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.step import Microbatch
-from .router import RouterLosses
+from .loss_parts import RouterLosses
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
 CLASSES = 4  # how many classes, from 0, are tried for the added row; the criterion must not ignore all of them

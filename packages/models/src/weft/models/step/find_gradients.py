@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from weft.reshard import GradientSync, clip_grad_norm_
 from weft.reshard.extension import exact_axes, with_fixed_parameters
 
+from ..config import MixtureConfig
 from ..losses import LossSum, first_gradient, without_graph
-from ..mixture_config import MixtureConfig
 from ..parallel.parallelize import pipeline_of, with_exact_sums
 from ..parallel.pipeline.run import Pipeline
 from ..parallel.pipeline.step import CallContext, Microbatch
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
-from .parts import LossWithParts, StepParts, add_results, num_sums_of, split_loss
-from .router import RouterLosses, RouterReport
-from .torch_sums import refusing_torch_sums
+from .exact_refusals import refusing_torch_sums
+from .loss_parts import LossWithParts, RouterLosses, RouterReport, StepParts, add_results, num_sums_of, split_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from weft.reshard.extension import exact_axes, wrap
 from ..exact import check_laid_out, refuse_compiled
 from ..parallel.batch import OrderedPositions, check_batch_order, check_one_batch, in_order, lay_out_batch, order_of
 from ..parallel.context import has_context_axis
-from ..parallel.packed.rows import RowOrders
+from ..parallel.packed.exchange import RowOrders
 from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
 from ..parallel.pipeline.step import Microbatch
 from ..parallel.recompute import is_compiled
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import link_positions_of_batch
 from .criterion import weight_criterion
-from .exact_criterion import exact_criterion
+from .exact_refusals import exact_criterion
 from .find_gradients import find_gradients
 
 _SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward

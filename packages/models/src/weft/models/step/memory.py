@@ -21,13 +21,12 @@ from weft.reshard.extension import contiguous_shard_slices
 
 from ..parallel.experts.placement import expert_meshes
 from ..parallel.parallelize import own_plan
-from ..parallel.parameter_layouts import parameter_layouts
+from ..parallel.parameter_layouts import check_zero, parameter_layouts, plan_of, shard_layouts
 from ..parallel.pipeline.cut import Cut, cut
 from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import ParallelPlan, pipeline_plan
 from ..parallel.resolve import module_plans_of, styles_of
 from ..parallel.styles import PIPELINE_AXIS
-from ..parallel.zero import check_zero, plan_of, shard_layouts
 from .criterion import Criterion
 from .followed_step import Device, FollowedStep, Memory, follow_step, total_of
 from .record import StepShape, on_shapes

@@ -22,7 +22,7 @@ from weft.mesh import Layout
 from weft.reshard import layout_of
 from weft.reshard.extension import this_rank, wait_for, with_fixed_parameters, wrap
 
-from ..losses import IGNORE_INDEX
+from ..losses import IGNORE_INDEX, document_sums
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.step import Microbatch
 from ..preference_losses import (
@@ -35,9 +35,8 @@ from ..preference_losses import (
     implicit_rewards,
     kto,
 )
-from ..sums_by_document import document_sums
 from .criterion import partial_loss, sharding_axes
-from .parts import LossWithParts
+from .loss_parts import LossWithParts
 
 DPO_SUMS = ("chosen_reward", "rejected_reward", "margin", "accuracy")  # `StepResult.sums` under `DPOCriterion`
 KTO_SUMS = ("desirable_reward", "undesirable_reward", "kl")  # `StepResult.sums` under `KTOCriterion`

@@ -22,19 +22,17 @@ from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import KNOWN_CUT, own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.cut import Cut
-from ..parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
-from ..parallel.pipeline.step import Microbatch
+from ..parallel.pipeline.step import Microbatch, RepeatedActions, RepeatsDiffer, can_repeat
 from ..parallel.plan import exact_of
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
-from .alike import meta_copy
+from .alike import MessageForms, message_forms, meta_copy
 from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
-from .exact_criterion import exact_criterion
+from .exact_refusals import exact_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide_batch
-from .message_forms import MessageForms, message_forms
-from .router import RouterLosses
+from .loss_parts import RouterLosses
 
 
 def record(

@@ -20,7 +20,7 @@ from torch import nn
 from ..checkpoint.manifest import DamagedCheckpoint
 from ..checkpoint.states import Snapshot, load_checkpoint, snapshot
 from ..tracing import traced
-from .arithmetic import arithmetic_of, end_of_bits
+from .digests import arithmetic_of, end_of_bits
 from .folder import CHECKPOINT, remove_old
 from .run import Run
 from .saved_run import describe_run, logged_of, read_saved

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ..data.batches import Batches, Rows
 from ..data.examples.rows import ExampleBatches
-from ..losses import IGNORE_INDEX
+from ..losses import IGNORE_INDEX, document_sums
 from ..preference_losses import divides_by_length, dpo, implicit_rewards, kl_of, kto
-from ..sums_by_document import document_sums
 from .task_config import DPOConfig, KTOConfig
 
 Figures = dict[str, int | float]  # by the names that `weft evaluate --json` prints

@@ -20,9 +20,9 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 from weft.reshard.extension import Recorded
 
-from ..mixture_config import MixtureConfig
+from ..config import MixtureConfig
 from ..parallel import ParallelPlan
-from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
+from ..parallel.experts.transport import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..parallel.pipeline.cut import ranges_of
 from ..parallel.styles import PIPELINE_AXIS
@@ -32,10 +32,10 @@ from ..step.alike import block_names
 from ..step.criterion import Criterion
 from ..step.followed_step import Memory, Peak
 from ..step.forward_backward import microbatch_key
+from ..step.loss_parts import RouterLosses
 from ..step.memory import predict_memory
 from ..step.preference import ShapedPreferences
 from ..step.record import RecordedStep, SharedRuns, StepShape, run_on_shapes
-from ..step.router import RouterLosses
 from .config import TrainConfig
 from .model_class import ROUTER, has_router, inputs_of, make_adapted_model
 from .optimizer import communicate_update, count_states

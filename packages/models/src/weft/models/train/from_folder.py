@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.adapter_config import ADAPTER_CONFIG, is_adapter_folder
-from ..checkpoint.configs import config_of, differences
+from ..checkpoint.configs import ADAPTER_CONFIG, config_of, differences, is_adapter_folder
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..config import ModelConfig
 from ..data.sources import Data

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..checkpoint.adapter_config import base_folder, is_adapter_folder
 from ..checkpoint.adapter_tensors import add_adapters
 from ..checkpoint.adapters import load_lora
 from ..checkpoint.companions import attach_companions, companions_of
-from ..checkpoint.configs import checkpoint_config
+from ..checkpoint.configs import base_folder, checkpoint_config, is_adapter_folder
 from ..checkpoint.huggingface import from_pretrained
 from ..checkpoint.manifest import ADAPTERS, MANIFEST, MODEL, Manifest
 from ..checkpoint.states import check_model, fill_from

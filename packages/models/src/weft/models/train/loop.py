@@ -15,9 +15,9 @@ import torch.distributed as dist
 from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
+from ..config import MixtureConfig
 from ..data.examples.source import Examples
 from ..data.sources import Data, check_share
-from ..mixture_config import MixtureConfig
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .agreement import RollCall, StopVote, describe_store_host, is_silence

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checks import check_tensor_parallel
-from ..config import ModelConfig
-from ..mixture_config import MixtureConfig
+from ..config import MixtureConfig, ModelConfig
 from ..processes import is_launched
 from ..terminal import gib
 from .config import OptimizerConfig

@@ -13,10 +13,9 @@ from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ..config import ModelConfig
+from ..config import MixtureConfig, ModelConfig
 from ..exact import parse_exact
 from ..families import make_model
-from ..mixture_config import MixtureConfig
 
 if TYPE_CHECKING:
     from torch import nn

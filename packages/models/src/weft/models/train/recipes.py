@@ -6,12 +6,11 @@ import difflib
 from dataclasses import replace
 from typing import Any
 
-from ..config import ModelConfig
+from ..config import MixtureConfig, ModelConfig
 from ..data.byte_tokens import BYTE_VOCAB_SIZE
 from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
 from ..mixtral.config import MixtralConfig
-from ..mixture_config import MixtureConfig
 from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
 from ..qwen_moe.config import QwenMoeConfig

@@ -1,4 +1,4 @@
-"""The files of a precomputed reference (precomputed.py): log-probabilities under an identity, a SHA-256.
+"""The files of a precomputed reference (reference.py): log-probabilities under an identity, a SHA-256.
 
 A file beside the data, for all runs, has the log-probabilities of a source; `find_identities` gives the identity, and
 the identity gives the file's name. `TABLE` in a run's folder has the log-probabilities of all the run's sources, for
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.adapter_config import base_folder, is_adapter_folder
+from ..checkpoint.configs import base_folder, is_adapter_folder
 from ..checkpoint.huggingface import attempt
 from ..data.examples.source import ExampleMixture, Examples
 from ..data.manifest import file_sha256

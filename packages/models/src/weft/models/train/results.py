@@ -15,8 +15,7 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.adapters import save_lora
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
-from ..compare.entries import Header, StepDigests
-from ..compare.record_file import DigestFile
+from ..compare.record_file import DigestFile, Header, StepDigests
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelPlan
 from ..safe_files import append, write_anew
@@ -28,6 +27,7 @@ from .metrics_file import (
     METRICS,
     NARROWEST,
     RunningChecksum,
+    Trackers,
     check_logged,
     draw_curves,
     draw_load,
@@ -37,7 +37,6 @@ from .metrics_file import (
 )
 from .report import PREFERENCE_METRICS, ROUTER_METRICS, Metrics, ParameterLayout, general_name
 from .toml import add_checksum, as_toml
-from .trackers import Trackers
 
 
 class NotWritten(RuntimeError):

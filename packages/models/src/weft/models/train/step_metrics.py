@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..config import MixtureConfig, ModelConfig
 from ..data.batches import Batches
 from ..data.examples.example import Task
 from ..data.examples.rows import ExampleBatches
-from ..mixture_config import MixtureConfig
 from ..step.find_gradients import StepResult
 from .report import PREFERENCE_METRICS, ROUTER_METRICS
 

@@ -31,16 +31,15 @@ from ..parallel.batch import cuts_by_documents
 from ..parallel.parallelize import pipeline_of
 from ..step.communication import Communication, Phase
 from ..step.find_gradients import find_gradients, find_loss
-from ..step.router import update_correction_biases
+from ..step.loss_parts import update_correction_biases
 from ..tracing import traced
+from .config import learning_rate
 from .explanation import Outline
 from .initial_weights import draw_weights, load_unsharded_weights, load_weights
-from .learning_rate import learning_rate
 from .measure import CollectiveCount, flops_per_token, memory_table, peak_flops, peak_memory, total_memory
 from .model_class import parameters_of
-from .objective import StepBatch, TokenObjective, open_batches
+from .objective import PreferenceObjective, StepBatch, TokenObjective, make_preference_objective, open_batches
 from .optimizer import make_optimizer
-from .preference_objective import PreferenceObjective, make_preference_objective
 from .report import Metrics, Report
 from .run import Run
 from .step_metrics import UnreadStep, name_failing_router, preference_metrics, router_metrics, sum_loads

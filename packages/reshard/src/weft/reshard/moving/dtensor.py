@@ -24,7 +24,7 @@ from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Repl
 from ..planning.layouts import identity
 from ..world.exact import exact_axes
 from ..world.groups import axis_names, device_mesh, device_type, process_mesh, this_rank, world_cache
-from .addends import addends_of
+from .tree import addends_of
 
 Placements = Mapping[Any, Placement] | Sequence[Placement] | str
 STRIDED = "_StridedShard"  # a private placement of torch, recognized by name

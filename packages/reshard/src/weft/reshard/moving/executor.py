@@ -60,8 +60,7 @@ from .collectives import (
     split_into_pieces,
 )
 from .order_check import announce
-from .stacking import Stacking, crop, pad, stacking_of
-from .transfer import Transfer, exchange
+from .transfer import Stacking, Transfer, crop, exchange, pad, stacking_of
 from .tree import Members, members_along
 
 OnReceived = Callable[[Tensor], None]  # is called with a received tensor

@@ -16,7 +16,6 @@ from ..planning.plan import Plan, plan
 from ..world.dynamo import is_compiling
 from ..world.exact import named_axes_key
 from ..world.groups import this_rank, world_cache
-from .addends import stacked_shape
 from .dtensor import (
     Placements,
     as_process_mesh,
@@ -30,6 +29,7 @@ from .dtensor import (
 from .executor import PreparedPlan
 from .stacked_plan import StackedPlan, prepare_exact
 from .topology import Topology
+from .tree import stacked_shape
 
 
 class LayoutChange(NamedTuple):
@@ -40,7 +40,7 @@ class LayoutChange(NamedTuple):
     cotangent: Layout  # the layout of the input's gradient
     plan: Plan  # from src to target
     prepared_plan: PreparedPlan | StackedPlan  # the plan ready to run on this rank
-    local_shape: tuple[int, ...]  # shape of this rank's part of the input, with stacked addends (addends.py)
+    local_shape: tuple[int, ...]  # shape of this rank's part of the input, with stacked addends (tree.py)
     strided_spec: Any  # for `restate_as_input`: the spec of an input with a `_StridedShard`; else None
     topology: Topology | None  # as given to `reshard`
     memory_limit: int | None  # as given to `reshard`

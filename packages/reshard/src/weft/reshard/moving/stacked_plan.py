@@ -22,10 +22,9 @@ from ..planning.plan import plan as make_plan
 from ..planning.steps import AllReduce, MakePartial, ReduceExchange, ReduceScatter, axes_of, layout_after
 from ..world.exact import exact_axes, fold_of, named_size
 from ..world.groups import this_rank
-from .addends import NO_ADDENDS, Addends, addends_of
 from .collectives import Pending, Running
 from .executor import PreparedPlan, prepare, run_or_replay
-from .tree import tree_order
+from .tree import NO_ADDENDS, Addends, addends_of, tree_order
 
 
 def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan | StackedPlan:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 
-from ..planning.links import UNUSED, Link, Links
+from ..planning.moves import UNUSED, Link, Links
 from ..world.groups import device_mesh
 from .collectives import all_gather_single
 from .dtensor import as_process_mesh

@@ -37,8 +37,7 @@ from weft.mesh.extension import largest_part, overlap, volume
 
 from .exchange import Messages, contiguous_run, messages_of
 from .layouts import dual_layout, spec_of
-from .links import Links
-from .moves import sizes_of
+from .moves import Links, sizes_of
 from .steps import (
     AllGather,
     AllReduce,

@@ -23,7 +23,7 @@ from weft.mesh.extension import as_int, as_shape, coloured, draw
 from .costs import lower_bound_elements, peak_elements, received_elements, seconds_of
 from .exchange import messages_of
 from .layouts import check_reductions, drop_trivial_axes, dual_layout, replicate_partials
-from .links import Links
+from .moves import Links
 from .search import Fits, cheapest
 from .steps import Exchange, MakePartial, Relabel, Step, Targeted, dual, layout_after
 

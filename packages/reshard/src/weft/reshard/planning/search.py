@@ -19,8 +19,7 @@ from itertools import islice, product
 from weft.mesh import Layout, Partial, Placement, Replicate, Shard
 
 from .layouts import ShardSpec, append_axes, moved_axes, sharding_axes, spec_of
-from .links import Links
-from .moves import Move, MoveBuilder, Sizes, Way, sizes_of, total
+from .moves import Links, Move, MoveBuilder, Sizes, Way, sizes_of, total
 from .steps import AllGather, AllReduce, AllToAll, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
 
 Fits = Callable[[tuple[Step, ...]], bool]

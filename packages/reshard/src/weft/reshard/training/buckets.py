@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
-from ..moving.addends import NO_ADDENDS, Addends, addends_of
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
 from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
-from ..moving.stacking import Stacking, crop, pad, stacking_of
-from ..moving.tree import Members, members_along, tree_order
+from ..moving.transfer import Stacking, crop, pad, stacking_of
+from ..moving.tree import NO_ADDENDS, Addends, Members, addends_of, members_along, tree_order
 from ..planning.costs import padded_part
 from ..planning.layouts import drop_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
@@ -94,7 +93,7 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Gradi
 
 @dataclass(frozen=True, slots=True)
 class AddendOrder:
-    """When to add stacked addends (moving/addends.py), for sums over the axes in the tree's order.
+    """When to add stacked addends (moving/tree.py), for sums over the axes in the tree's order.
 
     In turn: the addends of the axes `first` are added; the reduce-scatter, or else the all-reduce over `early`, runs;
     the addends of `pending` are added; the all-reduce over the remaining axes runs.

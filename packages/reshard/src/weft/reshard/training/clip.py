@@ -97,7 +97,7 @@ def _group_and_counter(
     # Whether all meshes have the same ranks.
     if all(parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in device_meshes):
         coordinate = largest.coordinate(this_rank())
-        if coordinate is None:
+        if coordinate is None or largest.size == 1:
             return None, True
         return group_over(device_meshes[largest], largest.axis_names), not any(coordinate.values())
     ranks = tuple(sorted({rank for each in device_meshes for rank in each}))

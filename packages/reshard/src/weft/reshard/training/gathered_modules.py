@@ -1,7 +1,7 @@
 """Makes modules gather sharded parameters when called; contexts in which the gathered copies stay.
 
-For ZeRO, weft.models' parallel/zero.py makes a `Unit` (unit.py) of each transformer block, and of each module outside
-the blocks that has sharded parameters, by `gather_when_called`.
+For ZeRO, weft.models' parallel/parameter_layouts.py makes a `Unit` (unit.py) of each transformer block, and of each
+module outside the blocks that has sharded parameters, by `gather_when_called`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ..moving.collectives import Pending, start_all_gather
 from ..moving.dtensor import layout_of, memory_of
 from ..moving.executor import start_plan
 from ..moving.order_check import LazyText, announce
-from ..moving.stacking import stacking_of
+from ..moving.transfer import stacking_of
 from ..moving.waits import wait_for
 from ..planning.costs import padded_part
 from ..planning.plan import plan

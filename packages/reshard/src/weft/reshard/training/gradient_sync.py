@@ -25,7 +25,7 @@ from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets, check_buckets
 from .gradient_presence import GradientPresence
 from .hooks import before_step, weak_hook
-from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, copy_of_stacked, grad_of
+from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, grad_of
 from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
 
@@ -378,10 +378,7 @@ def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tenso
         alive = sync()
         if alive is None or incoming is None:
             return None
-        leaf = alive._leaves[index]
-        if leaf.accumulator.grad is not None:
-            leaf.set_aside(as_dtensor(incoming))
-        return copy_of_stacked(incoming) if leaf.accumulator.grad is None else None
+        return alive._leaves[index].gradient_for_autograd(as_dtensor(incoming))
 
     return before
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 
-from ..moving.addends import stacked_shape
 from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap, wrap_with_spec
+from ..moving.tree import stacked_shape
 from ..planning.layouts import shard_replicated_axes
 from ..world.exact import exact_axes, named_axes_key
 from ..world.groups import this_rank
@@ -60,7 +60,7 @@ class Leaf:
     target: Layout  # the result's layout
     sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends a gradient, also inside `paused()`
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
-    # Earlier gradients that were not added to `.grad`: see `set_aside`.
+    # Earlier gradients that were not added to `.grad`: see `_set_aside`.
     older_grads: list[DTensor] = field(default_factory=list)
     info_cache: tuple[object, Forms, bool] | None = None  # `grad_info` of the last gradient
     # Spec, named mesh and Route of the last gradient sent; see `route_of`.
@@ -201,7 +201,22 @@ class Leaf:
             self.placeholder = GradPlaceholder(self.parameter, self.name)
         self.parameter.grad = self.placeholder
 
-    def set_aside(self, incoming: DTensor) -> None:
+    def gradient_for_autograd(self, incoming: DTensor) -> DTensor | None:
+        """What autograd is to add to `.grad` in place of an incoming gradient; None for `incoming` itself.
+
+        A gradient with stacked addends is given as a new DTensor, which autograd puts into an empty `.grad` uncopied.
+        Autograd would copy a gradient with further references, into memory of the layout's local shape, without room
+        for stacked addends. The new DTensor may share memory with a further gradient, so a later gradient is not added
+        in place.
+        """
+        if self.accumulator.grad is not None:
+            self._set_aside(incoming)
+        if exact_axes() is None or (local := memory_of(incoming)).ndim == incoming.ndim:
+            return None
+        older, self.accumulator.grad = self.grad, None
+        return sum_of(older, wrap_with_spec(local, dtensor_spec(incoming)))
+
+    def _set_aside(self, incoming: DTensor) -> None:
         """Moves the gradient in `.grad` to `older_grads`, if autograd must not add the incoming gradient to this one.
 
         There are two reasons. Where the layouts differ, DTensor would communicate to add. And where each pass sends a
@@ -246,18 +261,6 @@ def cast_grad(grad: DTensor, dtype: torch.dtype) -> DTensor:
     """The gradient in a given dtype, in the same layout."""
     with torch.no_grad():
         return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
-
-
-def copy_of_stacked(grad: Tensor) -> DTensor | None:
-    """A copy of a gradient with stacked addends, for autograd to put into `.grad`; None for a gradient without.
-
-    Autograd would copy a gradient with further references, into memory of the layout's local shape, without room for
-    stacked addends. A gradient without further references, like this copy, is put into `.grad` uncopied.
-    """
-    if exact_axes() is None or (local := memory_of(as_dtensor(grad))).ndim == grad.ndim:
-        return None
-    with torch.no_grad():
-        return wrap_with_spec(local.clone(), dtensor_spec(as_dtensor(grad)))
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:

@@ -7,13 +7,15 @@ have reached the collective.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -176,7 +178,7 @@ _current = _ThreadTurns()
 
 
 def run_in_turn(functions: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Calls each function on a new thread, and returns the results.
+    """Calls each function on a thread of its own, and returns the results.
 
     A single thread runs at a time: until the function returns or waits in `FoldedGroup.meet`. The order is always the
     same. The functions see this thread's grad mode, dispatch modes and context variables, and no autocast.
@@ -195,6 +197,26 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
+
+
+class _Worker:
+    """A thread that calls the functions put into its queue, one after another.
+
+    Kept for later steps: an op on a new thread computes in new memory, and the system must provide the memory first.
+    """
+
+    idle: ClassVar[list[_Worker]] = []
+
+    def __init__(self) -> None:
+        self.functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._call_all, daemon=True).start()
+
+    def _call_all(self) -> None:
+        while True:
+            self.functions.get()()
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # a forked process has no further threads
 
 
 class _Turns:
@@ -217,7 +239,9 @@ class _Turns:
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
         """See `run_in_turn`."""
         results: dict[int, Result] = {}
+        ended: SimpleQueue[int] = SimpleQueue()  # the threads' numbers
         grad, modes = torch.is_grad_enabled(), _get_current_dispatch_mode_stack()
+        num_threads = torch.get_num_threads()
         for lock in self._locks:
             lock.acquire()
 
@@ -225,6 +249,8 @@ class _Turns:
             _current.turns, _current.number = self, number
             self._locks[number].acquire()
             try:
+                if torch.get_num_threads() != num_threads:  # which torch keeps by thread, and which products depend on
+                    torch.set_num_threads(num_threads)
                 if not self._errors:
                     with torch.set_grad_enabled(grad), _dispatching(modes):
                         results[number] = functions[number]()
@@ -232,16 +258,16 @@ class _Turns:
                 self._errors[number] = error
             self._ended.add(number)
             self._pass_on(number)
+            _current.turns = None
+            ended.put(number)
 
-        threads = [
-            threading.Thread(target=copy_context().run, args=(run_one, number), daemon=True)
-            for number in range(self._count)
-        ]
-        for thread in threads:
-            thread.start()
+        workers = [_Worker.idle.pop() if _Worker.idle else _Worker() for _ in range(self._count)]
+        for number, worker in enumerate(workers):
+            worker.functions.put(partial(copy_context().run, run_one, number))
         self._locks[0].release()
-        for thread in threads:
-            thread.join()
+        for _ in workers:
+            ended.get()
+        _Worker.idle.extend(workers)
         if self._errors:
             raise self._errors[min(self._errors)]
         return [results[number] for number in range(self._count)]

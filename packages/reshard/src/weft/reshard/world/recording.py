@@ -1,9 +1,8 @@
 """Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
 `recording(mesh, rank)` enters a World (see world.py) whose groups note each collective. Weft's code then runs on
-tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, which record the
-program's own calls of torch.distributed too. The collectives of DTensor's ops are also recorded. weft.models predicts a
-step's communication from the record.
+tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup: calls of
+torch.distributed and of DTensor's ops are recorded, too. weft.models predicts a step's communication from the record.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .calls import Call, Tape
 from .collective_bytes import (
+    Call,
     Collective,
+    Tape,
     bytes_of_call,
     counted_collective,
     group_of_call,

@@ -13,7 +13,7 @@ from weft.mesh.extension import terms
 from ...dispatch.sharded import Shapes, Sharding, infer_gradient_layouts
 from ...dispatch.sharded.rules import Layouts, check_heads
 from ...dispatch.token_order import runs_within
-from ...random.part import Part
+from ...random.philox import Part
 
 CACHED = ("the cached keys", "the cached values")
 BOUNDS = "z"  # the index of start and stop in documents given as bounds

@@ -91,7 +91,7 @@ CROSS_ENTROPY = Op(
     function.backward,
     _rule,
     lambda dtype, options: torch.promote_types(dtype, torch.float32),
-    varying=("first_backward",),
+    varying=("backwards",),
     num_constants=lambda options: options["options"].num_constants,
     overwrites=lambda options: options["options"].inplace_backward,
 )

@@ -13,7 +13,6 @@ from ...dispatch.arguments import MOST, check_tensors, described, is_int, is_num
 from ...dispatch.backend import can_read, has_data, is_compiling
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
-from ..guess import FirstBackward
 from ..options import (
     AllOptions,
     AnyOutputs,
@@ -130,7 +129,7 @@ def cross_entropy(
             apply_custom_op(*operands, options=options, shard=VocabShard(groups=groups_of(*operands))), options
         )
     else:
-        outputs = apply_many(CROSS_ENTROPY, *operands, options=options, first_backward=_first_backward(logits, options))
+        outputs = apply_many(CROSS_ENTROPY, *operands, options=options, backwards=_backwards(logits, options))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -140,17 +139,13 @@ def _select_outputs(outputs: tuple[Tensor, ...], options: Options) -> tuple[Tens
     return (loss, lse, *constants) if options.return_lse else (loss, *constants)
 
 
-def _first_backward(logits: Tensor, options: Options) -> FirstBackward | None:
-    """The state by which forward may compute the gradient before backward; None if forward may not.
+def _backwards(logits: Tensor, options: Options) -> list[None] | None:
+    """An empty list, with which forward may compute the gradient before backward; None if forward may not.
 
     None with inplace_backward: forward must not overwrite the logits, which another op may read before backward.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
-    return (
-        FirstBackward()
-        if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype)
-        else None
-    )
+    return [] if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype) else None
 
 
 @overload

@@ -14,8 +14,16 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 from weft.reshard.extension import in_graph, wrap
 
-from ..autocast import CASTS, CastTo, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
-from ..backend import is_compiling
+from ..backend import (
+    CASTS,
+    CastTo,
+    autocast_dtype,
+    autocast_off,
+    is_autocasting,
+    is_compiling,
+    may_be_cast,
+    operands_dtype,
+)
 
 # Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
 # float32.

@@ -22,15 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Replicate, Shard
 from weft.reshard.extension import Fold, FoldedMesh, FoldIndex, run_in_turn, this_rank
 
-from ..fresh_memory import fresh_memory
+from ..backend import fresh_memory
 from ..op import Op, Tensors
 from .rules import Sharding
 
 Needed = Sequence[bool]  # for each operand, whether its gradient is required
 # Attribute of a joined local tensor: the `HeldParts`, the tensor's version, and the joined parts.
 _PARTS = "_weft_parts"
-# The largest part, in bytes, for which `HeldParts._join_by_axis` is used: few calls then save more than copies cost.
-_MOST_JOINED_BY_AXIS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +42,10 @@ class HeldParts:
     # {a coordinate's index: the first index whose coordinate has the same part}. Coordinates share a part along an axis
     # that replicates: the part is held once.
     first: Mapping[FoldIndex, FoldIndex]
-    # How `_join_by_axis` joins. For each folded axis which is not replicated: (the dim to concatenate along, or None to
-    # stack; the number of parts). The field is None if two axes shard a dim in another order than the mesh's: parts are
-    # then copied one by one.
-    joins: tuple[tuple[int | None, int], ...] | None
-    stacked: tuple[int, ...]  # for each leading dim, the position in a `FoldIndex` of the axis with Partial
-    # By index: where the coordinate's shard is in the local tensor, as (dim, start, length) for each sharded dim.
-    boxes: Mapping[FoldIndex, tuple[tuple[int, int, int], ...]]
+    in_memory: tuple[FoldIndex, ...]  # the indices of the distinct parts, in the order of the parts in memory
+    # For each dim in which shards lie side by side, ascending: (dim, the lengths of the shards).
+    splits: tuple[tuple[int, tuple[int, ...]], ...]
+    num_stacked: int  # number of leading dims
 
     @classmethod
     def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> HeldParts:
@@ -60,112 +55,99 @@ class HeldParts:
         """
         layout = layout.resolved(shape)
         own = fold.from_named(layout).local_slices(shape, rank)
-        sharded = [axis for axis in fold.axes if isinstance(layout[axis], Shard)]
-        boxes: dict[FoldIndex, tuple[tuple[int, int, int], ...]] = {}
-        volume = 0
-        for index in fold.indices(sharded):
-            box = layout.local_slices(shape, fold.rank(rank, index))
-            volume += math.prod(part.stop - part.start for part in box)
-            if any(part.start < whole.start or part.stop > whole.stop for part, whole in zip(box, own, strict=True)):
-                volume = -1
-                break
-            boxes[index] = tuple(
-                (dim, part.start - whole.start, part.stop - part.start)
-                for dim, (part, whole) in enumerate(zip(box, own, strict=True))
-                if part != whole
-            )
         local = tuple(part.stop - part.start for part in own)
-        if volume != math.prod(local):
+        sharded = [axis for axis in fold.axes if isinstance(layout[axis], Shard)]
+        boxes = {index: layout.local_slices(shape, fold.rank(rank, index)) for index in fold.indices(sharded)}
+        volume = sum(math.prod(part.stop - part.start for part in box) for box in boxes.values())
+        if volume != math.prod(local) or not all(
+            whole.start <= part.start and part.stop <= whole.stop
+            for box in boxes.values()
+            for part, whole in zip(box, own, strict=True)
+        ):
             raise LayoutError(
                 f"a tensor of shape {tuple(shape)} is laid out ({layout}), and a shard on {fold.mesh} is not a whole "
                 f"number of shards on {fold.named}; choose sizes that both meshes divide, or give exact the sizes of "
                 f"this mesh"
             )
-        stacked = tuple(i for i, axis in enumerate(fold.axes) if isinstance(layout[axis], Partial))
-        positions = [fold.axes.index(axis) for axis in sharded]
+        stacked = [i for i, axis in enumerate(fold.axes) if isinstance(layout[axis], Partial)]
+        order = [*stacked]  # positions in a FoldIndex
+        splits: list[tuple[int, tuple[int, ...]]] = []
+        for dim, axes in layout.shard_order.items():
+            positions = [fold.axes.index(axis) for axis in axes if axis in sharded]
+            if positions:
+                of_dim = sorted(fold.indices(axes), key=_by_positions(positions))
+                splits.append((dim, tuple(boxes[index][dim].stop - boxes[index][dim].start for index in of_dim)))
+                order += positions
         indices = list(fold.indices(fold.axes))
-        by_index = {index: boxes[tuple(at if i in positions else 0 for i, at in enumerate(index))] for index in indices}
-        own_positions = {*positions, *stacked}
-        first = {index: tuple(at if i in own_positions else 0 for i, at in enumerate(index)) for index in indices}
-        joins: list[tuple[int | None, int]] = []
-        for axis, size in zip(fold.axes, fold.sizes, strict=True):
-            placement = layout[axis]
-            if not isinstance(placement, Replicate):
-                joins.append((placement.dim if isinstance(placement, Shard) else None, size))
-        orders = [[axis for axis in axes if axis in fold.axes] for axes in layout.shard_order.values()]
-        in_order = all(axes == sorted(axes, key=fold.axes.index) for axes in orders)
+        first = {index: tuple(at if i in order else 0 for i, at in enumerate(index)) for index in indices}
+        in_memory = sorted(set(first.values()), key=_by_positions(order))
         sizes = *(fold.sizes[i] for i in stacked), *local
-        return cls(sizes, first, tuple(joins) if in_order else None, stacked, by_index)
+        return cls(sizes, first, tuple(in_memory), tuple(splits), len(stacked))
 
-    def part(self, local: Tensor, index: FoldIndex) -> Tensor:
-        """The part of the coordinate at `index`, contiguous and aligned as on a rank of the named mesh.
+    def cut(self, local: Tensor) -> dict[FoldIndex, Tensor]:
+        """The distinct parts of the rank's local tensor, each contiguous and aligned as on a rank of the named mesh.
 
-        The op then adds in the same order on both meshes: see `fresh_memory`.
+        An op on a part then adds in the same order as on the named mesh: see `fresh_memory`.
         """
-        return fresh_memory(self._view(local, index))
+        views = [*local.flatten(0, self.num_stacked - 1)] if self.num_stacked else [local]
+        for dim, lengths in self.splits:
+            views = [part for view in views for part in view.split_with_sizes(lengths, dim)]
+        return dict(zip(self.in_memory, map(fresh_memory, views), strict=True))
 
     def join(self, parts: Mapping[FoldIndex, Tensor]) -> Tensor:
         """Join all coordinates' parts to the rank's local tensor.
 
-        The parts are kept with the local tensor. If the next op has the tensor as an operand, `_parts_of` returns the
-        kept parts, unless the tensor was written in place.
+        Shards are kept with the local tensor. If the next op has the tensor as an operand, `_parts_of` returns the kept
+        shards, unless the tensor was written in place. Addends are not kept, because a sum reads them next, and no op.
         """
-        distinct = {index: part for index, part in parts.items() if self.first[index] == index}
-        first = next(iter(distinct.values()))
+        distinct = {index: parts[index] for index in self.in_memory}
+        first = distinct[self.in_memory[0]]
         if len(distinct) == 1 and first.shape == self.shape:
             return first
-        local = self._join_by_axis(distinct) if first.nbytes <= _MOST_JOINED_BY_AXIS else None
-        if local is None:
-            local = first.new_empty(self.shape)
-            for index, part in distinct.items():
-                self._view(local, index).copy_(part)
-        if not local.is_inference():
+        local, values = first.new_empty(self.shape), [*distinct.values()]
+        if not self.num_stacked:
+            _concatenate(values, self.splits, local)
+        elif not self.splits:
+            torch.stack(values, out=local.flatten(0, self.num_stacked - 1))
+        else:
+            addends = local.flatten(0, self.num_stacked - 1).unbind()
+            n = len(values) // len(addends)
+            for i, addend in enumerate(addends):
+                _concatenate(values[i * n : (i + 1) * n], self.splits, addend)
+        if not self.num_stacked and not local.is_inference():
             vars(local)[_PARTS] = self, local._version, distinct
         return local
 
-    def _join_by_axis(self, parts: Mapping[FoldIndex, Tensor]) -> Tensor | None:
-        """Join distinct parts with few calls, axis by axis, the last axis first. None if `joins` is None.
 
-        Copies an element once for each axis in `joins`.
-        """
-        if self.joins is None:
-            return None
-        values, leading = list(parts.values()), 0
-        for dim, count in reversed(self.joins):  # neighbouring parts differ in the index of the last axis
-            groups = [values[i : i + count] for i in range(0, len(values), count)]
-            values = [torch.stack(each) if dim is None else torch.cat(each, leading + dim) for each in groups]
-            leading += dim is None
-        return values[0]
+def _by_positions(positions: Sequence[int]) -> Callable[[FoldIndex], list[int]]:
+    """A key to sort indices by the numbers at these positions, the first position outermost."""
+    return lambda index: [index[i] for i in positions]
 
-    def _view(self, local: Tensor, index: FoldIndex) -> Tensor:
-        """The part of the coordinate at `index`, as a view of the rank's local tensor."""
-        for position in self.stacked:
-            local = local[index[position]]
-        for dim, start, length in self.boxes[index]:
-            local = local.narrow(dim, start, length)
-        return local
+
+def _concatenate(parts: list[Tensor], splits: Sequence[tuple[int, tuple[int, ...]]], out: Tensor) -> None:
+    """Concatenates parts into `out`, with a call for each run of parts along the last dim of `splits`.
+
+    parts: in the order in memory. splits: as of `HeldParts`, not empty. An element is copied once.
+    """
+    (dim, lengths), *inner = splits
+    if not inner:
+        torch.cat(parts, dim, out=out)
+        return
+    n = len(parts) // len(lengths)
+    for i, view in enumerate(out.split_with_sizes(lengths, dim)):
+        _concatenate(parts[i * n : (i + 1) * n], inner, view)
 
 
 _cached_held_parts = lru_cache(maxsize=65536)(HeldParts.of)
 
 
-def _parts_of(held: HeldParts | None, local: Tensor | None) -> Callable[[FoldIndex], Tensor] | None:
-    """A function from an index to the part of a local tensor. Makes each part once. None for an operand left out."""
+def _parts_of(held: HeldParts | None, local: Tensor | None) -> Mapping[FoldIndex, Tensor] | None:
+    """The part of a local tensor for each index. None for an operand left out."""
     if held is None or local is None:
         return None
-    by_index: dict[FoldIndex, Tensor] = {}
-    joined = vars(local).get(_PARTS)
-    if joined is not None and joined[0] is held and joined[1] == local._version:
-        by_index = joined[2]  # the local tensor is an earlier op's output
-
-    def part(index: FoldIndex) -> Tensor:
-        first = held.first[index]
-        found = by_index.get(first)
-        if found is None:
-            found = by_index[first] = held.part(local, index)
-        return found
-
-    return part
+    kept = vars(local).get(_PARTS)  # if the local tensor is an earlier op's output
+    distinct = kept[2] if kept is not None and kept[0] is held and kept[1] == local._version else held.cut(local)
+    return {index: distinct[first] for index, first in held.first.items()}
 
 
 def _only_part(local: Tensor | None) -> Tensor | None:
@@ -236,7 +218,7 @@ class FoldedCall:
         operand_parts = [_parts_of(held, local) for held, local in zip(self._operands, operands, strict=True)]
 
         def call(index: FoldIndex) -> tuple[Sequence[Tensor], Tensors]:
-            parts = [None if each is None else each(index) for each in operand_parts]
+            parts = [None if each is None else each[index] for each in operand_parts]
             return self._call_op(parts, own_options[index], saves=saves)
 
         results: dict[FoldIndex, tuple[Sequence[Tensor], Tensors]] = {}
@@ -288,7 +270,7 @@ class FoldedCall:
         grad_parts = [_parts_of(held, grad) for held, grad in zip(held_grads, grads, strict=True)]
 
         def call(index: FoldIndex) -> Tensors:
-            parts = [None if each is None else each(index) for each in grad_parts]
+            parts = [None if each is None else each[index] for each in grad_parts]
             # Along axes on which forward was the same for all coordinates, forward ran once.
             own = tuple(at if axis in self._axes else 0 for axis, at in zip(self._fold.axes, index, strict=True))
             return tuple(self._call_backward(by_index[own], parts, needed, of_forward.options[own]))

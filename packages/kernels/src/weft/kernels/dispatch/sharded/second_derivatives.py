@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_dtype, autocast_off, is_autocasting
-from ..backend import is_compiling
+from ..backend import autocast_dtype, autocast_off, is_autocasting, is_compiling
 from ..op import Tensors
 
 

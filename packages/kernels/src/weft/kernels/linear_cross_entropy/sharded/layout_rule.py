@@ -16,7 +16,7 @@ from ...cross_entropy.options import Options
 from ...cross_entropy.sharded.layout_rule import CROSS_ENTROPY
 from ...dispatch.op import Op, Tensors
 from ...dispatch.sharded import Shapes, Sharding
-from ...matmul.sharded.linear import LINEAR
+from ...matmul.sharded.product import LINEAR
 from .. import function
 from ..gradients import is_last_use
 

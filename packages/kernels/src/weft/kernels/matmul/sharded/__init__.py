@@ -1,7 +1,6 @@
 """Products on plain tensors and DTensors."""
 
-from .linear import linear
 from .overlapped import all_gather_matmul, matmul_reduce_scatter
-from .product import matmul
+from .product import linear, matmul
 
 __all__ = ["all_gather_matmul", "linear", "matmul", "matmul_reduce_scatter"]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 
 from ...dispatch import backend
-from ...launching.measured import TableRow
+from ...launching.launched import TableRow
 
 TABLE = Path(__file__).parent.with_name("in_steps.json")  # written by benchmarks/tune_in_steps.py
 OverlappedOp = Literal["all_gather_matmul", "matmul_reduce_scatter"]

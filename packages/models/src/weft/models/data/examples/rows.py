@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batches import Order, Rows
 from ..sources import Mixture
-from ..split import HELD_OUT_MOST, HELD_OUT_PART, even_middles
+from ..streams import HELD_OUT_MOST, HELD_OUT_PART, even_middles
 from ..tokenizer import Tokenizer
 from .example import Example, MaskedTokens, Task
 

@@ -21,7 +21,7 @@ from ..inputs import LeftOut, newest_time
 from ..manifest import MANIFEST, DataManifest, TokenShard
 from ..sources import Mixture, find_prepared, parse_mixture
 from ..tokenizer import Tokenizer, have_same_tokens
-from .contents import ExampleRecords
+from .encode import ExampleRecords
 from .example import SEGMENTS, Example, MaskedTokens, Task
 from .forms import BadExample
 from .stored import Arrays, PartInMemory, PartOnDisk, UncutExamples

@@ -11,7 +11,7 @@ from weft.reshard.extension import between_graphs, this_rank
 
 from ...layers import DotProductAttention
 from ..batch import Ordered
-from .rows import RowOrders
+from .exchange import RowOrders
 from .transfer import KeysOnTheirWay
 
 

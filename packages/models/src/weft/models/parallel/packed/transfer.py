@@ -25,8 +25,7 @@ from weft.reshard.extension import (
 
 from ...layers import DotProductAttention
 from ..styles import CONTEXT_AXIS
-from .exchange import KeyExchange, inverse
-from .rows import RowOrders
+from .exchange import KeyExchange, RowOrders, inverse
 
 
 class KeysOnTheirWay:

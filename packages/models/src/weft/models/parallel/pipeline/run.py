@@ -22,9 +22,8 @@ from ..plan import ParallelPlan
 from ..styles import PIPELINE_AXIS
 from .failures import Failures
 from .messages import Channel, Handover
-from .repeated_actions import RepeatedActions
 from .stages import Stages
-from .step import CallContext, LossOf, Microbatch, RunningStep
+from .step import CallContext, LossOf, Microbatch, RepeatedActions, RunningStep
 
 Direction = Literal["forward", "backward"]  # of an action
 _DTYPE_NAME_BYTES = 32  # bytes in which the name of a dtype is broadcast

@@ -1,5 +1,0 @@
-"""GELU: the op, its local computation and its layout rule."""
-
-from .sharded import gelu
-
-__all__ = ["gelu"]
