@@ -1,4 +1,4 @@
-"""Models with mixtures of experts on a mesh: the loss, its parts and every gradient are those of one process."""
+"""On a mesh, models with mixtures of experts have the loss, parts of the loss and gradients of a single process."""
 
 from __future__ import annotations
 

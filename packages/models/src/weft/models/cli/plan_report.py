@@ -120,7 +120,7 @@ def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> I
         yield f"  {count:>9,} refused: {reason}"
     last = f"plan {len(plans)}, {plans[-1].seconds:.4g} s" if plans else "any plan"
     if certificate.is_complete:
-        yield f"proved by this model: every plan not priced takes longer than {last}"
+        yield f"proved by this model: no plan without a price is faster than {last}"
     else:
         best = plans[0].seconds if plans else math.inf
         yield (

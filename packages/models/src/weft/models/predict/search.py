@@ -52,11 +52,6 @@ class Found(Generic[C]):
     seconds: float
     price: Any  # the second value of the price function
 
-    @property
-    def rank(self) -> tuple[float, tuple[int, ...]]:
-        """The order of results: fewest seconds first, at equal seconds the simplest first."""
-        return self.seconds, self.candidate.complexity
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:

@@ -200,7 +200,7 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
 
 
 class _Worker:
-    """A thread that calls the functions put into its queue, one after another.
+    """A thread which calls the functions of a queue in turn.
 
     Kept for later steps: an op on a new thread computes in new memory, and the system must provide the memory first.
     """
