@@ -1,4 +1,6 @@
-"""The price of `exact`: the time of a step of llama-tiny with `exact`, over the time of the step without `exact`.
+"""The price of `exact`: the time of a step of a small Llama with `exact`, over the time of the step without `exact`.
+
+In llama-tiny, of width 128, the host's part of each op is large. `WIDER` has width 512.
 
 On the named mesh itself, each process computes its own shards, and the order of sums alone differs. With tp, steps
 with `exact` divide the tokens over the tp axis, as `--plan.sequence` does. There the step with `sequence` is timed,
@@ -35,8 +37,14 @@ from tests.support.pool import Pool
 
 WARMUP, STEPS = 3, 21
 ON_ITSELF, ON_ONE_PROCESS = 1.10, 1.6  # goals: times the ordinary step's CPU time
-RECIPE = recipe("llama-tiny")
-CASES = [
+TINY = recipe("llama-tiny")
+WIDER = replace(
+    TINY,
+    model=replace(TINY.model, hidden_size=512, intermediate_size=1536, num_layers=2),
+    data=replace(TINY.data, batch_size=8, sequence_length=256),
+)
+RECIPES = {"llama-tiny": TINY, "width 512": WIDER}
+MESHES = [
     pytest.param({"dp": 2, "tp": 1}, {"dp": 2, "tp": 1}, ON_ITSELF, id="dp2-itself"),
     pytest.param({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, ON_ITSELF, id="dp2-tp2-itself"),
     pytest.param({"dp": 8}, {"dp": 1}, ON_ONE_PROCESS, id="dp8-on-one"),
@@ -55,11 +63,11 @@ class Measured:
     received: int  # bytes of a step
 
 
-def measure(named: dict[str, int], axes: dict[str, int], steps: int) -> dict[str, Measured]:
-    """Runs steps without and with `exact` in turn. Runs on every rank."""
-    ways: Ways = {"ordinary": _way(axes, None), "exact": _way(axes, named)}
+def measure(recipe_name: str, named: dict[str, int], axes: dict[str, int], steps: int) -> dict[str, Measured]:
+    """Runs steps of a model of `RECIPES` without and with `exact` in turn. Runs on every rank."""
+    ways: Ways = {"ordinary": _way(recipe_name, axes, None), "exact": _way(recipe_name, axes, named)}
     if axes.get("tp", 1) > 1:
-        ways["sequence"] = _way(axes, None, sequence=True)
+        ways["sequence"] = _way(recipe_name, axes, None, sequence=True)
     losses: dict[str, list[float]] = {name: [] for name in ways}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(WARMUP + steps):
@@ -77,21 +85,24 @@ def measure(named: dict[str, int], axes: dict[str, int], steps: int) -> dict[str
     return found
 
 
-def _way(axes: dict[str, int], named: dict[str, int] | None, *, sequence: bool = False) -> Callable[[], float]:
-    model: Any = Llama(RECIPE.model)
+def _way(
+    recipe_name: str, axes: dict[str, int], named: dict[str, int] | None, *, sequence: bool = False
+) -> Callable[[], float]:
+    recipe = RECIPES[recipe_name]
+    model: Any = Llama(recipe.model)
     initialize(model, seed=0)
     if named is not None or ProcessMesh.grid(**axes).size > 1:
         # The ordinary mesh leaves out axes of size 1, as `weft train` does.
         mesh = ProcessMesh.grid(**{axis: size for axis, size in axes.items() if size > 1 or named is not None})
         parallelize(model, mesh, replace(model.parallel_plan(), exact=named, sequence=sequence))
     optimizer = adamw(model)
-    B, T = RECIPE.data.batch_size, RECIPE.data.sequence_length
-    ids = torch.randint(0, RECIPE.model.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
+    B, T = recipe.data.batch_size, recipe.data.sequence_length
+    ids = torch.randint(0, recipe.model.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def step() -> float:
         loss = forward_backward(model, cross_entropy, tokens, targets)
-        clip_gradients(model, RECIPE.optimizer.clip_norm)
+        clip_gradients(model, recipe.optimizer.clip_norm)
         with exact_sums(named):
             optimizer.step()
         optimizer.zero_grad()
@@ -118,10 +129,13 @@ def _calls(step: Callable[[], float]) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("named", "axes", "goal"), CASES)
-def test_the_price_of_exact(named: dict[str, int], axes: dict[str, int], goal: float, pool: Pool, tell: Tell) -> None:
+@pytest.mark.parametrize(("named", "axes", "goal"), MESHES)
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_the_price_of_exact(
+    recipe_name: str, named: dict[str, int], axes: dict[str, int], goal: float, pool: Pool, tell: Tell
+) -> None:
     size = ProcessMesh.grid(**axes).size
-    ranks = tell.measuring(pool.run, measure, named, axes, STEPS, ranks=size, timeout=840)
+    ranks = tell.measuring(pool.run, measure, recipe_name, named, axes, STEPS, ranks=size, timeout=840)
     for rank in ranks:
         ordinary, exact = rank["ordinary"].losses, rank["exact"].losses
         assert exact[-1] < exact[0], "the steps train"
@@ -137,12 +151,13 @@ def test_the_price_of_exact(named: dict[str, int], axes: dict[str, int], goal: f
         pairs = zip(spent["exact"], spent[other], strict=True)
         low, *_, high = statistics.quantiles((a / b for a, b in pairs), n=5)
         print(
-            f"\nexact {text} on {where}: {medians['exact'] / medians[other]:.2f} of the {other} step's CPU time "
-            f"({low:.2f} - {high:.2f}), goal {goal:.2f}; {medians[other] * 1e3:.1f} ms -> {medians['exact'] * 1e3:.1f} "
-            f"ms, calls {calls[other]} -> {calls['exact']}, "
+            f"\n{recipe_name}, exact {text} on {where}: {medians['exact'] / medians[other]:.2f} of the {other} step's "
+            f"CPU time ({low:.2f} - {high:.2f}), goal {goal:.2f}; "
+            f"{medians[other] * 1e3:.1f} ms -> {medians['exact'] * 1e3:.1f} ms, "
+            f"calls {calls[other]} -> {calls['exact']}, "
             f"bytes {ranks[0][other].received} -> {ranks[0]['exact'].received}"
         )
-    case = f"a step with exact {text} on {where}"
+    case = f"a step of {recipe_name} with exact {text} on {where}"
     for name, seconds in spent.items():
         tell(case, "Weft" if name == "exact" else f"Weft, {name}", "host_time", **Timed(tuple(seconds)).figures)
     tell(f"{case}, counted", "Weft", "count", calls_ratio=calls["exact"] / calls["ordinary"])

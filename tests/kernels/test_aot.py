@@ -61,6 +61,10 @@ def compiled(target: str) -> list[dict[str, Any]]:
     return json.loads(as_json(compile_variant(variant, target) for variant in (*variants(), A_PRODUCT)))
 
 
+def compiled_few() -> list[dict[str, Any]]:
+    return json.loads(as_json(compile_variant(variant, FIRST) for variant in variants() if variant.name in FEW))
+
+
 def compiled_extra_variants(target: str) -> list[dict[str, Any]]:
     return json.loads(as_json(compile_variant(variant, target) for variant in extra_variants()))
 
@@ -78,9 +82,9 @@ def reports_for(target: str) -> Reports:
 
 needs_kept = pytest.mark.skipif(not KEPT.exists(), reason=f"nothing is kept for triton {triton.__version__}; {RENEW}")
 FIRST = "sm_90"  # the GPU of the kept results
-EACH_TARGET = pytest.mark.parametrize(
-    "target", [FIRST, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in TARGETS if other != FIRST)]
-)
+# All variants of a target compile in a minute or two.
+EACH_TARGET = pytest.mark.parametrize("target", TARGETS)
+FEW = {"cross_entropy.statistics/bf16-contiguous", "cross_entropy.gradient/bf16-contiguous", "rope.turn/bf16-32x128"}
 
 
 def differences(kept: Reports, fresh: Reports) -> list[str]:
@@ -96,6 +100,15 @@ def differences(kept: Reports, fresh: Reports) -> list[str]:
     return found
 
 
+@needs_kept
+def test_a_few_kernels_cost_no_more_than_kept():
+    with Pool() as fresh:
+        reports = by_variant_and_target(fresh.run(compiled_few, ranks=1)[0])
+    assert reports.keys() == {(name, FIRST) for name in FEW}
+    assert_as_kept(reports)
+
+
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_all_variants_compile(target):
     reports, names = reports_for(target), {variant.name for variant in variants()}
@@ -107,18 +120,21 @@ def test_all_variants_compile(target):
     assert all(report["registers"] > 0 for report in reports.values())
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_nothing_spills(target):
     spills = {key: report["spill_bytes"] for key, report in reports_for(target).items() if report["spill_bytes"]}
     assert spills == {}
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_shared_memory_is_within_the_chip(target):
     largest = max(report["shared_bytes"] for report in reports_for(target).values())
     assert largest <= SHARED_KIB[target] * 1024
 
 
+@pytest.mark.exhaustive
 @needs_kept
 @EACH_TARGET
 def test_nothing_costs_more_than_kept(target):
@@ -190,6 +206,7 @@ def test_variants_that_came_and_went_are_found():
     assert differences(kept, fresh) == ["b for sm_90 is not kept", "a for sm_90 is kept, but is gone"]
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
     """All loops over the classes do, and exactly once a pass; a row's few numbers are moved as they are."""
@@ -217,6 +234,7 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
         assert not narrow or ("gradient" in name and max(narrow.values()) < classes + 4), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", sorted(STREAMED))
 @pytest.mark.parametrize("name", ["statistics", "gradient"])
 def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
@@ -232,6 +250,7 @@ def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
     assert accesses == rows + loops
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variant", "accesses"),
     [
@@ -270,6 +289,7 @@ def test_an_interpreted_kernel_is_refused(interpreted):
         compile_variant(next(variants()), "sm_90")
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_a_product_of_matrices_is_made_by_tensor_cores(target):
     report = compiled_once(target)[A_PRODUCT.name, target]

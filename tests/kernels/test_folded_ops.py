@@ -195,4 +195,4 @@ def product_in_steps() -> str:
 
 def test_an_op_that_exchanges_operands_in_steps_is_refused(pool: Any) -> None:
     (refusal,) = pool.run(product_in_steps, ranks=1)
-    assert "'tp' beside its product cannot be kept to exact; reshard the operand" in refusal
+    assert "'tp' beside its product cannot run with exact; reshard the operand" in refusal

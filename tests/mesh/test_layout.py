@@ -369,6 +369,16 @@ def test_axes_may_be_given_by_position():
 WRONG_INTS = ("2", None, True, 2.0, 1.5, float("nan"), float("inf"), [2])
 
 
+def test_parts_of_a_dim_counted_from_the_end_are_refused() -> None:
+    """`parts(-1)` said 1, though the last dim was cut."""
+    layout = Layout(ProcessMesh.grid(dp=2), "dp: S(1)")
+    assert [layout.parts(dim) for dim in range(3)] == [1, 2, 1]
+    with pytest.raises(
+        LayoutError, match=r"parts\(-1\) of .*: count the dim from the front, .* parts\(tensor.ndim - 1\)"
+    ):
+        layout.parts(-1)
+
+
 @pytest.mark.parametrize("value", WRONG_INTS, ids=repr)
 def test_dims_and_widths_are_ints(value) -> None:
     """`parts` found no such dim, and said 1; `explain` drew a picture of another width."""

@@ -169,7 +169,7 @@ def test_a_recorded_step_takes_and_refuses_criteria_as_a_real_step(axes: dict[st
         record, model, ProcessMesh.grid(**axes), plan, batch=(ROWS, LENGTH + 1), rank=rank * 2 if pipeline else rank
     )
     assert step(criterion=weighted).count == step(criterion=None).count > 0
-    with pytest.raises(ValueError, match="the criterion unweighted cannot be kept to exact dp=4,tp=2"):
+    with pytest.raises(ValueError, match="the criterion unweighted cannot run with exact dp=4,tp=2"):
         step(criterion=unweighted, microbatches=2)
 
 
@@ -269,7 +269,7 @@ def with_output(output: str, sizes: tuple[int, int]) -> str | list[Tensor]:
 def test_sums_of_torch_in_a_model_are_refused(pool: Any, output: str) -> None:
     for sizes in [(1, 1), (2, 1)]:
         for message in pool.run(with_output, output, sizes, ranks=sizes[0]):
-            assert f"torch's {output} of a DTensor cannot be kept to exact dp=4" in message
+            assert f"torch's {output} of a DTensor cannot run with exact dp=4" in message
 
 
 @pytest.mark.parametrize("output", ["elements", "rows"])

@@ -201,7 +201,8 @@ class Trained:
 def train(case: Case, model: Any) -> list[Trained]:
     """Steps of plain gradient descent."""
     sync, found = GradientSync(model), []
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=RATE)
+    # As a group: a stage may have no trained parameter, which torch allows in a group alone.
+    optimizer = torch.optim.SGD([{"params": [each for each in model.parameters() if each.requires_grad]}], lr=RATE)
     for step in range(STEPS):
         tokens, targets = case.batch(step)
         parts = divide_batch(model, tokens, targets, case.microbatches, case.inputs(step))

@@ -90,6 +90,9 @@ ABOVE_BFLOAT16 = (
     "learning-rate-doubled-on-one-rank",
 )
 
+# What the bound of a phase starts from, in the report. Of all further phases, of the loss and of the norm: all before.
+STARTS = {"gradients": "all before the gradients differs", "update": "the parameter's gradients differ"}
+
 
 @pytest.mark.every_value
 @pytest.mark.parametrize(
@@ -105,7 +108,10 @@ def test_a_planted_fault_is_found_where_it_is(name: str, dtype: str, text: str, 
     assert found is not None, describe(judge, ("a", "b"))
     assert (found.step, found.phase) == (fault.step, fault.phase) and fnmatch(found.name, fault.name), found
     assert found.difference > found.allowed
-    assert describe(judge, ("a", "b")).startswith(f"not rounding: step {fault.step}, {fault.phase}: ")
+    first, size, *_ = describe(judge, ("a", "b")).splitlines()
+    assert first.startswith(f"not rounding: step {fault.step}, {fault.phase}: ")
+    phase = "norm" if found.name == "norm of the gradients" else fault.phase
+    assert size.endswith(f", since {STARTS.get(phase, 'all before differs')} by at most {found.before:.1e}")
 
 
 # Meshes and plans beside one process. Those of four ranks, and all but a few pairs, are in the exhaustive tests.

@@ -73,6 +73,24 @@ def test_anchor_24_a_weight_tied_across_stages_counts_once(own_alone: bool, pool
         torch.testing.assert_close(table, part * 0.5 / norm, rtol=1e-5, atol=1e-7)
 
 
+def with_a_frozen_stage(dtype: torch.dtype) -> Tensor:
+    """A stage with a gradient, and a stage with a frozen parameter."""
+    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+    if torch.distributed.get_rank():
+        parameter.requires_grad_(False)
+    else:
+        parameter.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    return clip_grad_norm_([parameter], 1.0, mesh=ProcessMesh.grid(pp=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_stage_without_trained_parameters_adds_nothing_in_the_same_dtype(dtype: torch.dtype, pool: Any) -> None:
+    """With float64, ranks summed numbers of 4 and of 8 bytes, and ended."""
+    for norm in pool.run(with_a_frozen_stage, dtype, ranks=2):
+        assert norm.item() == 5.0
+        assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def partial() -> None:
     parameter = laid(value(0, 4, 4), Layout(GRID, "dp: P"))
     with pytest.raises(ValueError, match=r"is \(dp: P\(sum\), tp: R\).*call wait\(\)"):

@@ -133,6 +133,7 @@ def test_warps_are_specialized_where_the_configuration_says_so_and_nowhere_else(
     assert with_it == {"matmul.product/bf16-specialized"}
 
 
+@pytest.mark.exhaustive
 def test_epilogues_store_128_bits_at_a_time() -> None:
     for name in BY_DESCRIPTORS:
         stores = {

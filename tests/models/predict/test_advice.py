@@ -43,7 +43,6 @@ def prices_of(*, processes: int, limit: float = 1.0) -> PlanPrices:
         flops=traced_flops(workload),
         memory=PlanMemory(workload=workload, parameters=parameters_of(workload)),
         stages=StageTraces(workload=workload),
-        least_sizes={},
     )
 
 

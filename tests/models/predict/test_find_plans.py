@@ -18,12 +18,13 @@ from weft.models.plan_options import Recompute
 from weft.models.predict.bounds import data_work_of, floor_seconds
 from weft.models.predict.chip import Chip, load_chip
 from weft.models.predict.events import Start
-from weft.models.predict.find_plans import check_stages, count_experts, parameters_of, search_plans
+from weft.models.predict.find_plans import check_stages, parameters_of, search_plans
 from weft.models.predict.plan_memory import PlanMemory, least_tp
-from weft.models.predict.plan_prices import PlanPrices, least_sizes
+from weft.models.predict.plan_prices import PlanPrices
 from weft.models.predict.plans import Candidate, Space, enumerate_candidates
 from weft.models.predict.search import search
 from weft.models.predict.stage_traces import StageTraces, least_two
+from weft.models.predict.work import count_experts
 from weft.models.predict.workload import Workload
 from weft.models.rope import rotary_tables
 from weft.models.step.memory import predict_memory
@@ -80,7 +81,6 @@ def prices_of(
     prices = PlanPrices(
         workload=workload, chip=chip, processes=processes, limit=80 * GIB, flops=1.0, memory=memory,
         stages=StageTraces(workload=workload, tp=tp, cp=cp, num_experts=space.num_experts),
-        least_sizes=least_sizes(candidates),
     )  # fmt: skip
     return prices, candidates
 
@@ -322,7 +322,7 @@ def test_the_best_ten_are_those_of_every_plan_priced(
     check = partial(check_stages, num_blocks=6)
     memory = PlanMemory(workload=workload, parameters=parameters_of(workload))
     prices = PlanPrices(
-        workload=workload, chip=H100, processes=processes, limit=0, flops=1.0, memory=memory, least_sizes={},
+        workload=workload, chip=H100, processes=processes, limit=0, flops=1.0, memory=memory,
         stages=StageTraces(workload=workload),
     )  # fmt: skip
     every = [(prices.price(each)[0], each) for each in enumerate_candidates(space, check).accepted]

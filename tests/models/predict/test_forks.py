@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from weft.models.predict.forks import Forks, count_cores
@@ -28,13 +29,28 @@ def end(number: int) -> int:
 PARENT = os.getpid()
 
 
-def test_calls_are_made_in_as_many_processes_as_are_given_and_each_result_is_of_its_call() -> None:
+def meet(folder: Path, number: int) -> int:
+    """Wait for the call of the other number, 0 or 1, which another process makes meanwhile."""
+    (folder / str(number)).touch()
+    while not (folder / str(1 - number)).exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def test_each_result_is_of_its_call() -> None:
     with Forks(square, count=2) as forks:
         for number in range(20):
             forks.start(square, number)
         made = [forks.result(square, number) for number in reversed(range(20))]
     assert [value for value, _ in made] == [number**2 for number in reversed(range(20))]
-    processes = {process for _, process in made}
+    assert os.getpid() not in {process for _, process in made}
+
+
+def test_calls_are_made_in_as_many_processes_as_are_given(tmp_path: Path) -> None:
+    with Forks(meet, count=2) as forks:
+        for number in range(2):
+            forks.start(meet, tmp_path, number)
+        processes = {forks.result(meet, tmp_path, number) for number in range(2)}
     assert len(processes) == 2 and os.getpid() not in processes
 
 

@@ -50,15 +50,16 @@ def _common(a: slice, b: slice) -> slice:
     return slice(start, stop if stop > start else start)
 
 
+# For each dim, the axes that shard the dim, major first: a name, several names, or None for no axis.
 Spec = Sequence[str | Sequence[str] | None]
 
 
 class LayoutError(ValueError):
     """A tensor's layout does not fit the request; the message says how to change the layout, mostly by a reshard.
 
-    nearest: set where a layout rule refuses the operands of an operation: the nearest layouts which the rule accepts,
-        one per operand, in the operands' order, or a single layout for the operand named in the message. A caller may
-        reshard to these layouts and try again. Empty in all other errors.
+    nearest: layouts to reshard to, where a layout rule names a remedy; else empty. Either a layout per operand, in the
+        operands' order, or a single layout for the tensor which the message names: an operand, or an output's gradient.
+        A caller may reshard to these layouts and try again.
     """
 
     def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:
@@ -71,16 +72,18 @@ class Layout:
 
     mesh: a ProcessMesh, or torch's DeviceMesh.
     placements: a mapping like {"dp": Shard(0)} (axes left out replicate), a sequence with a placement per axis, or
-        text like "dp: S(0), tp: P(sum)".
+        text like "dp: S(0), tp: P(sum)". Left out or empty: all axes replicate.
 
     Where several axes shard the same dim, the first of these axes is the major one and cuts the dim first. The order
     is the mesh's order for a mapping or a sequence, and the written order for text: "tp: S(0), dp: S(0)" cuts by tp
     first.
 
     A negative dim counts from the end, in a tensor of any number of dims. `resolved(shape)` counts every dim from the
-    front. On an unresolved layout, `spec`, `parts` and some layout rules raise LayoutError: no shape is known there.
+    front. On a layout with a negative dim, `spec`, `parts` and some layout rules raise LayoutError: they know no shape,
+    and so no number of dims.
 
-    Raises LayoutError for an axis outside the mesh, and for a sequence with more or fewer placements than axes.
+    Raises LayoutError for an axis outside the mesh, and for a sequence, not empty, with more or fewer placements than
+    axes.
     """
 
     __slots__ = ("__dict__", "_orders", "mesh", "placements", "shard_order")
@@ -212,9 +215,16 @@ class Layout:
         return Layout.in_order(self.mesh, still_sharding | unchanged | changed)
 
     def parts(self, dim: int) -> int:
-        """The number of parts into which the mesh cuts dim `dim`."""
+        """The number of parts into which the mesh cuts dim `dim`, counted from the front; 1 for a dim that is not cut.
+
+        Raises LayoutError for a negative dim: a layout does not know how many dims a tensor has.
+        """
         self.check_counted()
-        return self.mesh.axis_size(*self.shard_order.get(as_int("the dim of parts()", dim), ()))
+        if (counted := as_int("the dim of parts()", dim)) < 0:
+            raise LayoutError(
+                f"parts({dim}) of {self}: count the dim from the front, as in parts(tensor.ndim - {-counted})"
+            )
+        return self.mesh.axis_size(*self.shard_order.get(counted, ()))
 
     def explain(self, global_shape: Sequence[int] | None = None, *, width: int = WIDTH) -> str:
         """The layout as text, with an ASCII picture of the ranks holding each part.

@@ -205,11 +205,11 @@ class ProcessMesh:
     @overload
     def __getitem__(self, index: str | tuple[str, ...]) -> ProcessMesh | None: ...
     def __getitem__(self, index: Index | str | tuple[Index, ...] | tuple[str, ...]) -> ProcessMesh | None:
-        """The sub-mesh at indices, as of an array: `mesh[0]`, `mesh[:, 1:]`; or along named axes: `mesh["tp"]`.
+        """The sub-mesh at indices, as for an array: `mesh[0]`, `mesh[:, 1:]`; or along named axes: `mesh["tp"]`.
 
-        An int drops its axis; an int for every axis gives the mesh of a single process. `mesh["tp"]` is the sub-mesh
-        that holds this process, as of a DeviceMesh: `mesh.submesh(rank, "tp")` for its rank in torch.distributed.
-        Raises RuntimeError for names where torch.distributed is not initialized; `submesh` and `groups` work without.
+        An int drops its axis; an int for every axis gives the mesh of a single process. `mesh["tp"]` is
+        `mesh.submesh(rank, "tp")` of this process's rank in torch.distributed; None for a process outside the mesh.
+        With names, raises RuntimeError unless torch.distributed is initialized; `submesh` and `groups` work without.
         """
         indices: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
         if any(isinstance(at, str) for at in indices):

@@ -134,7 +134,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         if isinstance(head, Head) and not head._forward_hooks:
             losses: Tensor = head(normed, targets)  # [B, T]
             return losses
-        # A forward hook, as of an adapter, changes the logits.
+        # A forward hook, such as an adapter's, changes the logits.
         return kernels.cross_entropy(head(normed), targets, reduction="none")
 
     def make_cache(self, capacity: int) -> list[KeyValueCache]:

@@ -50,7 +50,7 @@ class Head(Linear):
     """The last layer of a language model: logits, or the tokens' losses without all logits in memory."""
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
-        """[B, T, in_features] -> logits [B, T, V]; with targets [B, T], losses [B, T], as of `losses`."""
+        """[B, T, in_features] -> logits [B, T, V]; with targets [B, T], losses [B, T], as in `losses`."""
         return super().forward(input) if targets is None else self.losses(input, targets)
 
     def losses(self, input: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Combines all shards' statistics into each row's loss, logsumexp, accuracy and gradient scalars.
 
-The columns of the statistics are lse_hi, lse_lo (the logsumexp without the target) and target_logit; with label
-smoothing, logit_sum and logit_sum_lo; with the accuracy, the rival of `find_rival`. See `reference.statistics`.
+The columns of the statistics are lse_hi and lse_lo (whose sum is the logsumexp without the target) and target_logit;
+with label smoothing, logit_sum and logit_sum_lo; with the accuracy, the rival of `find_rival`. See
+`reference.statistics`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class MergedStatistics(NamedTuple):
 def merge(statistics: Tensor) -> MergedStatistics:
     """Combine the first three statistics of `statistics` [shards, N, 3 to 6].
 
-    lse_hi is a shard's logsumexp without the target.
+    lse_hi + lse_lo is a shard's logsumexp without the target; lse_lo is the rounding error of lse_hi.
 
     base: the largest lse_hi or the target's logit, whichever is larger. If every logit is -inf, base is 0 and log_sum
         is -inf.
@@ -68,7 +69,7 @@ def merge(statistics: Tensor) -> MergedStatistics:
     log_odds: log((1 - p) / p), for the target's softmax p. The loss is softplus(log_odds), and p - 1 is
         -sigmoid(log_odds); both are accurate for p near 1.
 
-    All are float64, which is cheap: there are few next to the logits. The result depends on the statistics alone, so
+    All are float64, which is cheap: the numbers are few next to the logits. The result depends on the statistics alone:
     ranks with the same gathered numbers get the same bits.
     """
     if statistics.shape[0] == 1:
@@ -105,7 +106,7 @@ def losses(
         loss = loss * weigh_targets(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
     if shard.options.label_smoothing:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
-        # Both terms grow with the number of classes: divide each by it before subtracting.
+        # Both terms grow with the number of classes: divide each term by the number before subtracting.
         logit_sum = statistics[..., 3:5].double().sum((0, 2))
         uniform = (weight_sum * base - logit_sum) / shard.size + (weight_sum / shard.size) * log_sum
         # uniform: the loss for a uniform target
@@ -113,12 +114,14 @@ def losses(
     if options.z_loss:
         assert lse is not None, "computed above for z_loss"
         loss = loss + options.z_loss * lse.square()
-    ignored = None if shard.none_ignored else target.long() == options.ignore_index  # in int32, the index would be cut
+    # long: in int32, a large ignore_index would be cut
+    ignored = None if shard.none_ignored else target.long() == options.ignore_index
 
     def as_target(each: Tensor) -> Tensor:
         """`each` in the target's shape, 0 for ignored tokens.
 
-        Always makes a new tensor, because the caller may not change a view among several outputs in place.
+        Always makes a new tensor: of a function with several outputs, autograd forbids the user to change an output in
+        place that is a view.
         """
         each = each.view(target.shape).to(statistics.dtype, copy=ignored is None)
         return each if ignored is None else each.masked_fill(ignored, 0)

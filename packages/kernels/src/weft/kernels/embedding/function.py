@@ -108,7 +108,10 @@ def plain_forward(
 
 
 def look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Looks up tokens in a table with all rows. Raises as `check_tokens`, called only after torch found a bad token."""
+    """Looks up tokens in a table with all rows.
+
+    Raises ValueError as `check_tokens`, which is called only after torch found a bad token.
+    """
     try:
         return torch.embedding(weight, tokens, -1 if padding_idx is None else padding_idx)
     except (IndexError, RuntimeError):  # a RuntimeError for a table without rows

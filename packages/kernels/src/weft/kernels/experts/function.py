@@ -196,7 +196,8 @@ def plain_forward(
     check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
     sums, is_sum = _sums_for(out)
-    is_narrow = is_sum and inner < x.shape[1]  # a row's weight may go to the row's gated activations
+    # multiply the gated activations by the weight: fewer numbers than the output, and not in two bytes
+    is_narrow = is_sum and inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, outputs = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
@@ -249,6 +250,7 @@ def plain_backward(
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
     sums, is_sum = (None, True) if dx is None else _sums_for(dx)
+    # multiply the gated activations by the weight: fewer numbers than the upstream gradient
     is_narrow = inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))

@@ -1,9 +1,10 @@
-"""How kernels are launched: as torch ops, in tiles of rows, and in the way that a table of measurements names.
+"""How kernels are launched, as torch ops and in tiles of rows; and tables of measurements, by which ops choose between
+two ways to compute.
 
 `launched`: tracing, recomputation and dispatch modes see a single op for each launch. On tensors without data (meta and
-fake tensors) nothing is launched. `RowTile`: tiles for kernels which read each row once, with the rows and warps of a
-program, and views of tensors as rows. `TableRow`: tables of measurements, JSON files with a line for each row, of which
-of two ways was faster for a class of calls.
+fake tensors) nothing is launched. `RowTile`: how many rows and warps a program has, for kernels which read each row
+once. `contiguous_rows`: a tensor as rows. `TableRow`: a row of a table of measurements, a JSON file with a line for
+each row. A row gives the times of two ways to compute a class of calls; for products, the fastest configuration too.
 """
 
 from __future__ import annotations
@@ -67,15 +68,19 @@ def block_length(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """How many rows a program computes, and with how many warps. `RowTile.of` chooses both for a row length."""
+    """How many rows a program holds at once, and with how many warps. `RowTile.of` chooses both for a row length."""
 
-    rows: int  # of a program
+    rows: int  # of a tile; a program computes a tile, or several in turn
     block: int  # the row length, rounded up to a power of two of 16 or more
     warps: int  # of a program, shared by the rows
 
     @classmethod
     def of(cls, length: int, elements: int) -> RowTile:
-        """The tile for rows of `length` elements, with `elements` in each thread unless more than MOST_WARPS result."""
+        """The tile for rows of `length` elements.
+
+        elements: how many elements of the tile each thread holds. A thread holds more where a row would otherwise take
+            more than MOST_WARPS warps.
+        """
         block = block_length(length)
         warps = min(MOST_WARPS, max(1, block // (32 * elements)))
         return cls(max(1, 32 * elements // block), block, warps)
@@ -136,7 +141,8 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
 def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """`launched` for a function which communicates: calls go to the torch op while tracing, else to the function.
 
-    Within a torch op, collectives would be hidden from dispatch modes, such as a counter of collectives.
+    Within a torch op, collectives would be hidden from dispatch modes, such as a counter of collectives. Used by the
+    products of matmul/sharded/overlapped.py.
     """
 
     def decorator(run: Callable[..., None]) -> Callable[..., None]:

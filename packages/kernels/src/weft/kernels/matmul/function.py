@@ -278,7 +278,7 @@ def _multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tens
 def accumulate_into(a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensors]:
     """Adds a @ b to total in place, in the dtype of total. The forward of the op `ACCUMULATE`, without a gradient.
 
-    a: [..., K]. b: [K, N]. total: [..., N]. Raises as `rows_in_place`.
+    a: [..., K]. b: [K, N]. total: [..., N]. Raises ValueError as `rows_in_place`.
     """
     accumulate(flatten_to_rows(a), b, rows_in_place("matmul", total))
     return total, ()

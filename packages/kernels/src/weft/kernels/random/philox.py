@@ -66,7 +66,7 @@ class Part:
 def merge(sizes: Ints, strides: Ints, *more_strides: Ints) -> tuple[Ints, ...]:
     """Return (sizes, strides, *more_strides) of the same elements in as few dims as possible; the last stride is 1.
 
-    more_strides: further strides of the same dims, as of a tensor in memory. Two dims are merged only where
+    more_strides: further strides of the same dims, such as a tensor's strides in memory. Two dims are merged only where
         all strides allow it.
     """
     if 0 in sizes:

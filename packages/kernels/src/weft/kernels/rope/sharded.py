@@ -63,7 +63,8 @@ def rms_norm_rope(
     Layouts: those of `rope`, with the weight replicated. The weight's gradient is Partial(sum) on each axis that
     shards x.
     Communication: none.
-    Raises as `rope` does.
+    Raises LayoutError for any other layouts; ValueError for tables or a weight that do not fit x, and for options
+    unlike the above.
     """
     check_operands("rms_norm_rope", ("x", "weight", "cos", "sin"), 4, x, weight, cos, sin)
     check_number("rms_norm_rope", "eps", eps, 0)

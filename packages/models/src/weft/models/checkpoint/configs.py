@@ -233,7 +233,7 @@ def config_of(folder: str | Path) -> ModelConfig | None:
 
 
 def checkpoint_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
-    """The config of a checkpoint; None for a model outside the families. Raises as `config_of`."""
+    """The config of a checkpoint; None for a model outside the families. Raises ValueError as `config_of`."""
     return _parse_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
 
 

@@ -187,7 +187,7 @@ class Manifest:
 def find_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint, or of a Hugging Face folder that Weft wrote; None for a folder without a manifest.
 
-    Raises as `Manifest.read`.
+    Raises ValueError and DamagedCheckpoint as `Manifest.read`.
     """
     return next((Manifest.read(folder, name) for name in REMEDIES if (folder / name).is_file()), None)
 

@@ -186,7 +186,10 @@ def fill_from(
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """The `run` given to `save_checkpoint`, for a user's own program. Raises as `Manifest.read`."""
+    """The `run` given to `save_checkpoint`, for a user's own program.
+
+    Raises ValueError and DamagedCheckpoint as `Manifest.read`.
+    """
     return Manifest.read(Path(folder)).document(Path(folder), RUN)
 
 

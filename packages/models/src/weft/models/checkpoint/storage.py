@@ -126,7 +126,10 @@ def partial_path(folder: Path) -> Path:
 
 
 def own_partial_path(folder: Path) -> Path:
-    """The temporary path of a folder written by this process alone: programs that write one folder share no file."""
+    """`partial_path` with this process's number, for a folder that one process writes.
+
+    Two programs writing the same `folder` at once then share no file.
+    """
     return folder.with_name(f"{partial_path(folder).name}-{os.getpid()}")
 
 
@@ -145,7 +148,10 @@ def finish_folder(
     documents: Mapping[str, bytes],
     optimizer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the documents and the manifest, and renames the folder; returns when everything is on disk."""
+    """Writes the documents and the manifest into `partial_path(folder)`, and renames the temporary folder to `folder`.
+
+    `begin_folder` made the temporary folder. Returns when everything is on disk.
+    """
     written = write_documents(partial_path(folder), documents)
     manifest = Manifest(tensors, {**files, **written}, optimizer=optimizer)
     write_file(partial_path(folder) / MANIFEST, manifest.text().encode())
@@ -159,7 +165,7 @@ class FolderReader(StorageReader):
 
     sums_of_pieces: (tensor, number of its part, piece) -> checksum of the piece.
     nbytes: bytes read by this rank from safetensors files, headers included.
-    Raises as `Manifest.read`.
+    Raises ValueError and DamagedCheckpoint as `Manifest.read`.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -47,7 +47,7 @@ def plan_replay(arguments: Sequence[str], run: Path | None, step: int | None, co
     """The run which takes a step of an earlier run again; None without --replay and --step.
 
     The run begins at the newest checkpoint before the step, or without a checkpoint at step 0.
-    arguments: the command's further arguments, as of the mesh.
+    arguments: the command's further arguments, such as those of the mesh.
     run, step, config: the values of --replay, --step and --config.
     Raises ValueError for a lone --replay or --step, for --config beside them, for a folder without a run, and for a
     step without digests.

@@ -57,7 +57,6 @@ class Predictor:
             flops=step_flops(self._config),
             memory=PlanMemory(workload=workload, parameters=parameters_of(workload)),
             stages=StageTraces(workload=workload),
-            least_sizes={},
         )
 
     @property

@@ -245,7 +245,10 @@ def _resume_options() -> OwnOptions:
 
 
 def _checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
-    """The checkpoint to resume from; None for a new run, or without a checkpoint. Raises as `find_to_resume`."""
+    """The checkpoint to resume from; None for a new run, or without a checkpoint.
+
+    Raises ValueError and DamagedCheckpoint as `find_to_resume`.
+    """
     if resume == NEWEST:
         return None if output is None else newest_complete(output)[0]
     return None if resume is None else find_to_resume(Path(resume))

@@ -58,7 +58,8 @@ def allowed_difference(own: float, before: float, *, chooses: bool = False, is_u
     """The largest relative difference of a tensor that rounding explains: `allowed` at the top of this file.
 
     A result of 1 or more allows any difference.
-    own: of `own_rounding`. before: the largest relative difference among the tensors computed earlier in the step.
+    own: of `own_rounding`. before: `before` at the top of this file; for an update, the largest relative difference of
+        the parameter's gradients.
     chooses: whether the tensor's module sends tokens to experts. is_update: whether the tensor is a parameter's update.
     """
     smooth = max(own, before)

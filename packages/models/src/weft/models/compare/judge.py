@@ -19,18 +19,26 @@ class Finding:
 
     step: int
     what: str  # the tensor, in words
-    name: str  # of the module or parameter; "" for the model
+    name: str  # of the module or parameter; "" for the model; "loss" or "norm of the gradients" for a number
     phase: str  # "start", "forward", "backward", "gradients" or "update"
-    difference: float  # relative 2-norm
+    # The 2-norm of the difference, over the first run's norm; of a gradient or an update, over `_module_scales`. Of a
+    # number: the difference over the first run's number.
+    difference: float
     allowed: float  # the largest difference that rounding explains
-    before: float  # the largest difference among the tensors computed earlier in the step
+    # The largest difference of the tensors that the bound starts from. For a weight before the step: of no tensor, 0.
+    # For an output, a backward tensor and the loss: of all weights before the step together, and of each output and
+    # backward tensor computed earlier in the step. For a gradient: of the weights, and of all outputs and backward
+    # tensors. For the norm: of the gradients too. For an update: of the parameter's gradients in all steps compared.
+    before: float
     unit: float  # the unit roundoff of the tensor's dtype
     dtype: str
     slices: tuple[tuple[int, int], ...] = ()  # (start, stop) by dim: the block with most of the difference
     share: float = 1.0  # of this block in the squared difference
-    ranks: tuple[int, int] | None = None  # a rank of each run with elements of this block
+    ranks: tuple[int, int] | None = None  # a rank of each run with elements of this block; None for a number
     layouts: tuple[str, str] = ("", "")  # of the tensor in each run
-    ops: tuple[str, ...] = ()  # Weft's ops called by the module's forward
+    # Of a module's output or backward tensor: Weft's ops called by the module and the modules within. () for the whole
+    # model, a parameter or a number.
+    ops: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # lines to print: dtypes or replicas that differ
     exact: str = ""  # `Judge.exact`: if not "", the bits must be the same
 
@@ -50,8 +58,12 @@ class Judge:
     # Given:
     headers: tuple[Header, Header]
     same_start: bool = False  # whether both runs load the same weights before the first step added
-    ranks: int = 1  # of the largest mesh, if larger than the headers' meshes: a run may resume on a new mesh
-    exact: str = ""  # `shared_exact` of the runs: if not "", rounding explains no difference
+    # The ranks of the largest mesh that a run was on; a resumed run may change its mesh. `__post_init__` raises the
+    # number to the ranks of the headers' meshes.
+    ranks: int = 1
+    # `shared_exact` of the runs: if not "", rounding explains no difference except of Partial values. Cleared where the
+    # first step added is not step 1, and begins with weights not known to be the same.
+    exact: str = ""
     # Found:
     finding: Finding | None = None  # the first difference unexplained by rounding
     largest: Finding | None = None  # of the explained differences, the largest in proportion to the allowed
@@ -170,7 +182,7 @@ class Judge:
     ) -> Finding:
         """The Finding of a tensor, with the bound of bound.py.
 
-        before: the largest difference among the tensors computed earlier in the step.
+        before: see `Finding.before`.
         scale: what the difference is divided by, if larger than the tensor's norm: see `_scales`.
         """
         size = max(pair[0].norm, scale)
@@ -193,7 +205,11 @@ class Judge:
         allowed: float,
         before: float,
     ) -> Finding:
-        """A Finding with block, ranks and notes. sketches: of the difference. what: the tensor, in words."""
+        """A Finding with block, ranks and notes.
+
+        sketches: of the difference of the runs' tensors or updates, [blocks, SKETCHES]; see digest.py.
+        what: the tensor, in words. difference, allowed, before: as in the Finding.
+        """
         entry, other = pair[0].entry, pair[1].entry
         squares = np.square(sketches).mean(1)
         block = int(np.argmax(squares)) if np.isfinite(squares).all() else int(np.argmax(~np.isfinite(squares)))
@@ -204,7 +220,8 @@ class Judge:
             if not digest.agrees:
                 notes.append(f"its replicas differ between ranks of the {run} run")
         total = float(squares.sum())
-        exact = self.exact if entry.is_hashed and other.is_hashed else ""  # ranks' addends differ between meshes
+        # Not for Partial values, which have no hash: the ranks' addends differ between meshes.
+        exact = self.exact if entry.is_hashed and other.is_hashed else ""
         phases = {"before": "start", "output": "forward", "backward": "backward", "gradient": "gradients"}
         return Finding(
             step=step,
@@ -252,7 +269,8 @@ class Judge:
 def shared_exact(headers: Iterable[Header]) -> str:
     """The mesh named by `plan.exact`, as "dp=4,tp=2", if steps under these headers must have the same bits; else "".
 
-    Then all runs sum in the order of the named mesh, whatever mesh the run is on.
+    The bits must be the same where all runs have a plan with `exact`, and equal facts in `Header.arithmetic`. Each run
+    then sums in the order of the named mesh, whatever mesh the run is on.
     """
     first, *further = (each.arithmetic for each in headers)
     return first["exact"] if first is not None and all(each == first for each in further) else ""
@@ -305,7 +323,7 @@ def _distance(x: TensorDigest, y: TensorDigest) -> float:
 
 
 def _norm_of(sketches: Any) -> float:
-    """The 2-norm of a tensor, estimated from the sketch; infinite unless all values are finite."""
+    """The 2-norm of a tensor, estimated from its sketches [blocks, SKETCHES]; infinite unless all values are finite."""
     squares = float(np.square(sketches).mean(1).sum())
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
@@ -324,9 +342,11 @@ def _scales(digests: Mapping[str, TensorDigest]) -> dict[str, float]:
 
 
 def _module_scales(norms: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
-    """By parameter, the larger of two norms: the tensor's, and of as many elements of the module's root mean square.
+    """By parameter, the larger of two norms: the norm of the parameter's tensor, and the norm of as many elements that
+    each equal the root mean square of the module's elements.
 
-    norms, sizes: by parameter, the tensor's norm and number of elements. A module's parameters are taken together.
+    norms, sizes: by parameter, the norm and the number of elements of a tensor, such as the gradient. A module's
+    elements are those of the tensors of all its parameters.
     Terms of a gradient may cancel, as for the bias of keys: softmax ignores a number added to all scores. The gradient
     is then rounding alone, and a difference must be compared with the size of the terms, which shows in the module's
     further gradients.

@@ -110,10 +110,10 @@ class StepDigests:
     loss: float
     norm: float | None  # of the gradients, before clipping
     entries: tuple[TensorEntry, ...]  # in the order of computation
-    hashes: NDArray[np.int64]  # [blocks of all entries]
+    hashes: NDArray[np.int64]  # [blocks of all entries]; for hashes and sketches, see digest.py
     sketches: NDArray[np.float64]  # [blocks of all entries, SKETCHES]
-    squares: NDArray[np.float64]  # [entries]
-    largest: NDArray[np.float64]  # [entries]
+    squares: NDArray[np.float64]  # [entries]: the sum of squares
+    largest: NDArray[np.float64]  # [entries]: the largest magnitude
     disagreeing: frozenset[int]  # indices of the entries whose replicas differ
     ops: dict[str, tuple[str, ...]]  # Weft's ops called directly by each module's forward
 
@@ -167,7 +167,8 @@ class Header:
     by_microbatch: tuple[str, ...]  # parts of a step whose values depend on the number of microbatches, in words
     data: str  # checksum of the data
     seed: int
-    arithmetic: dict[str, str] | None = None  # on which the bits of a run with `plan.exact` depend; None without
+    # The facts on which the bits of a run depend, by name, as "exact": "dp=4,tp=2"; None without `plan.exact`.
+    arithmetic: dict[str, str] | None = None
 
 
 DIGESTS = "digests.jsonl"

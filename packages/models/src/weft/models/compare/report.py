@@ -91,7 +91,7 @@ def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
     explained = (
         f"rounding explains nothing, since both runs take the sums of {found.exact}"
         if found.exact
-        else f"rounding explains {found.allowed:.1e}, since all before differs by at most {found.before:.1e}"
+        else f"rounding explains {found.allowed:.1e}, since {_inputs_of(found)} by at most {found.before:.1e}"
     )
     lines.append(f"  differs by {_size(found)}; {explained}")
     if found.ranks is not None:
@@ -104,6 +104,15 @@ def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
     if found.ops:
         lines.append(f"  ops of the module: {', '.join(found.ops)}")
     return [*lines, *(f"  {note}" for note in found.notes)]
+
+
+def _inputs_of(found: Finding) -> str:
+    """In words, what `Finding.before` is the largest difference of, up to "by at most"."""
+    if found.phase == "update":
+        return "the parameter's gradients differ"
+    if found.phase == "gradients" and found.ranks is not None:  # a parameter's gradient, not the norm
+        return "all before the gradients differs"
+    return "all before differs"
 
 
 def _size(found: Finding) -> str:

@@ -24,18 +24,19 @@ from weft.mesh import derive_key
 from .sources import Data, Mixture, check_enough
 from .streams import Stream, split
 
-# Rounds of the Feistel network; four of pseudorandom functions give a pseudorandom permutation (Luby, Rackoff 1988).
+# Rounds of the Feistel network; four rounds with pseudorandom functions give a pseudorandom permutation (Luby, Rackoff
+# 1988).
 ROUNDS = 6
 ALL = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio, the increment of SplitMix64
-MOST_TURNS = 100_000  # of a period, which is then found within a second
+MOST_TURNS = 100_000  # of a period; all turns of the period are computed within a second
 
 
 def permute(place: int, count: int, key: int) -> int:
     """The image of `place` under a permutation of 0 .. count - 1 determined by the 64-bit key.
 
     A Feistel network permutes the numbers below a power of 4. An image of `count` or more goes through the network
-    again until the image is below (cycle-walking, Black and Rogaway 2002): on average at most four times.
+    again until the image is below `count` (cycle-walking, Black and Rogaway 2002): on average at most four times.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -58,11 +59,12 @@ def _mix(value: int) -> int:
 
 
 class SourceTurns:
-    """The source of each sample, by weight: of the first n samples, source s has n * weight(s), rounded down or up,
-    for every n.
+    """The source of each sample, by weight: of the first n samples, source s has n * share(s), rounded down or up, for
+    every n.
 
-    The turns repeat with the weights' common denominator. Of the sources not ahead of their share, the next is the
-    source whose turn is due first (Baruah et al. 1996, proportionate progress).
+    A source's share is the source's weight over the sum of the weights. The turns repeat with the shares' common
+    denominator. Of the sources not ahead of their share, the next is the source whose turn is due first (Baruah et al.
+    1996, proportionate progress).
     Raises ValueError for weights that repeat after more than MOST_TURNS samples.
     """
 
@@ -118,7 +120,10 @@ class Order:
         self._counts, self._seed = counts, seed
 
     def __call__(self, sample: int) -> tuple[int, int]:
-        """The source of a sample, numbered over the whole run, and the number of the sample within the source."""
+        """The source of a sample, and the number of the sample within the source.
+
+        sample: numbered over the whole run.
+        """
         source, number = self._turns(sample)
         count = self._counts[source]
         epoch, number = divmod(number, count)
@@ -134,13 +139,16 @@ class Rows:
 
     tokens: Tensor  # [rows, T] int64
     targets: Tensor  # [rows, T] int64; -100 where a token is no target
-    # Of packed rows, [rows, T] int64; else None. Positions count from 0 at each document's start, or at the row's where
-    # the document began earlier. Documents are numbered along a row.
+    # Of packed rows, [rows, T] int64; else None. Positions count from 0 at each document's start; in a document that
+    # began before the row, from the row's start. Documents are numbered along a row.
     positions: Tensor | None
     documents: Tensor | None
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors as arguments of `lay_out_batch`, by name, without None."""
+        """The tensors of `Rows` by name: arguments of `lay_out_batch`, or of a model.
+
+        Without fields that are None, and without the fields of a subclass.
+        """
         fields = {name: getattr(self, name) for name in Rows.__dataclass_fields__}
         return {name: each for name, each in fields.items() if each is not None}
 
@@ -169,7 +177,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """The number of training samples, in an epoch of each source."""
+        """The number of training samples of all sources together, an epoch of each."""
         return sum(len(each.trained) for each in self._splits)
 
     @property
@@ -187,8 +195,9 @@ class Batches:
         return self._read(self._held_out[rows])
 
     def _locate(self, sample: int) -> tuple[int, int]:
-        """The source of a training sample, numbered over the whole run, and the place of the sample's first token
-        in the source.
+        """The source of a training sample, and the place of the sample's first token in the source.
+
+        sample: numbered over the whole run.
         """
         source, number = self._order(sample)
         return source, self._splits[source].trained.start(number)
@@ -233,7 +242,7 @@ class Prefetch(Generic[T]):
         self._read = read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
         self._next: tuple[int, Future[T]] | None = None
-        self.waited = 0.0  # seconds that the caller has waited, in all
+        self.waited = 0.0  # seconds that the caller has waited; the caller resets them to 0
 
     def begin(self, step: int) -> None:
         """Start the thread, and begin to read `step`, the next to be asked for."""

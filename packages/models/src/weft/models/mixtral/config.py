@@ -10,7 +10,10 @@ from ..config import BlockOptions, ExpertOptions, MixtureConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(MixtureConfig):
-    """Sizes and constants of a Mixtral; intermediate_size is the width inside an expert. Raises as MixtureConfig."""
+    """Sizes and constants of a Mixtral; intermediate_size is the width inside an expert.
+
+    Raises ValueError as MixtureConfig.
+    """
 
     num_experts: int = 8
     """Experts of a layer."""

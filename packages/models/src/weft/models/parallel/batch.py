@@ -119,7 +119,7 @@ def check_order(
 ) -> None:
     """Raises ValueError unless tokens sharded over "cp" and their positions tell one order.
 
-    order: of the tokens, as of `order_of`. context: of the plan: only under "all_gather" must there be an order.
+    order: of the tokens, from `order_of`. context: of the plan: only under "all_gather" must there be an order.
     model, argument: names of the model and of the tokens' argument, for errors.
     """
     if isinstance(positions, OrderedPositions):

@@ -60,18 +60,19 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
     `ParallelPlan.loss_parallel` the module's output becomes replicated.
     model: the whole model; all names are names in the whole model.
     module_plan: the name of the module, the plan which lays the module out, and the styles of the layers.
-    with_prepared_output: the modules whose output a PrepareOutput places on the tensor axis; `hook_preparations`
-        reshards their output instead.
+    with_prepared_output: the names of the modules whose output a PrepareOutput places on the tensor axis;
+        `hook_preparations` reshards their output instead.
     """
     plan, styles = module_plan.plan, module_plan.styles
     modules = dict(model.named_modules())
     name_counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for parent, names in _column_siblings(styles).items():
+        # `sharing_input` of a module: the names of the submodules whose input is the module's own input.
         shared_by = {f"{parent}.{each}".lstrip(".") for each in getattr(modules[parent], "sharing_input", ())}
         if shared_by == {*names}:  # the parent's input is the input of all siblings
             _hook_first_argument(modules[parent], _replicate_input)
             continue
-        # A module under two names may be called twice with an input, and then reshards once, like siblings.
+        # A module under two names may be called twice with the same input, and then reshards once, like siblings.
         if len(names) == 1 and name_counts[modules[names[0]]] == 1:
             layer = modules[names[0]]
             if overlapped_sequence.may_run_in_steps(layer, plan):
@@ -221,8 +222,8 @@ def _map_dtensors(output: Any, change: Callable[[DTensor], DTensor]) -> Any:
 def check_preparations(model: nn.Module, module_plans: list[ModulePlan], mesh: ProcessMesh) -> None:
     """Check the plans' PrepareInput and PrepareOutput styles against the mesh and the model.
 
-    Called by `parallelize`. Raises ValueError for an axis which neither the mesh has nor plans know, and for an input
-    unknown to forward.
+    Called by `parallelize`. Raises ValueError for an axis that is not on the mesh and has no name known to plans, and
+    for an input that forward does not take.
     """
     for module_plan in module_plans:
         for name, inputs in module_plan.inputs.items():
@@ -322,8 +323,9 @@ def _axes_and_texts(placements: PlacementsByAxis, mesh: ProcessMesh) -> tuple[Ax
 
 
 def _prepare(x: Any, axes: AxisNames, texts: PlacementTexts, mesh: ProcessMesh) -> Any:
-    """x resharded to the declared placements. Plain tensors declared replicated, and other values, are returned
-    unchanged.
+    """x resharded to the declared placements.
+
+    Returned unchanged: values that are no tensors, and plain tensors declared replicated.
     """
     if not isinstance(x, Tensor) or (set(texts) <= {"R"} and not isinstance(x, DTensor)):
         return x

@@ -99,7 +99,7 @@ def advise(
 def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidate]:
     """Up to `TRIED` plans with a single decision changed, for as many processes; for the longest parts first.
 
-    parts: seconds of the candidate's step, as of `Estimate.parts`.
+    parts: seconds of the candidate's step, as in `Estimate.parts`.
     """
     found: dict[Candidate, float] = {}
     for part, changes in (

@@ -143,7 +143,7 @@ class Chip:
     ) -> float | None:
         """Seconds of a call of an op's part by the measured rate; None without a rate.
 
-        nbytes, flops, sizes: of the call, as of `Compute`.
+        nbytes, flops, sizes: of the call, as in `Compute`.
         """
         rate = self.rate(name, part, dtype)
         if rate is None:

@@ -23,11 +23,12 @@ from .estimate import Estimate
 from .events import Compute
 from .forks import Forks
 from .plan_memory import PlanMemory, least_tp
-from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices, least_sizes
+from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices
 from .plan_runs import PlanRuns, unmade
 from .plans import Candidate, Space, enumerate_candidates
 from .search import Bound, Certificate, search
 from .stage_traces import StageTraces, least_two
+from .work import count_experts
 from .workload import Workload
 
 
@@ -42,7 +43,7 @@ class FoundPlan:
     tokens_per_second: float  #: over all processes
     mfu: float
     memory_bytes: int  #: of the fullest rank, an upper bound
-    parts: Mapping[str, float]  #: seconds of a step by part, as of `Estimate.parts`
+    parts: Mapping[str, float]  #: seconds of a step by part, as in `Estimate.parts`
 
     def slower_by(self, best: FoundPlan) -> tuple[str, float]:
         """The part with the largest excess over `best`'s, and the excess in seconds."""
@@ -154,7 +155,6 @@ def search_plans(
             flops=traced_flops(workload) if flops is None else flops,
             memory=plan_memory,
             stages=stages,
-            least_sizes=least_sizes(enumeration.accepted),
         )
         runs.prepare(prices.even_runs({each.recompute: None for each in enumeration.accepted}))
         outcome = search(
@@ -187,12 +187,6 @@ def check_stages(candidate: Candidate, num_blocks: int) -> None:
     """Raise ValueError for sizes unfit for the schedule, and for more stages than blocks."""
     if candidate.pipeline is not None and candidate.pipeline.count_stages(candidate.pp) > num_blocks:
         raise ValueError(f"the model has {num_blocks} blocks, which cannot be cut into more stages")
-
-
-def count_experts(model: nn.Module) -> int:
-    """The number of experts of a model's first mixture; 0 for a model without mixtures."""
-    mixtures = (module for module in model.modules() if isinstance(module, Experts))
-    return next((next(module.parameters()).shape[0] for module in mixtures), 0)
 
 
 def parameters_of(workload: Workload) -> Parameters:

@@ -79,8 +79,14 @@ class Forks:
         context = multiprocessing.get_context("fork")
         self._executor = ProcessPoolExecutor(self._count, context, _begin, (self._functions,))
         earlier = {*multiprocessing.active_children()}
-        future = self._executor.submit(_call, index, arguments)  # forks all processes, before any thread is started
-        self._children = [each for each in multiprocessing.active_children() if each not in earlier]
+        # Ctrl-C waits until every process is forked, and in a process until `_begin`. Else Python prints the error of a
+        # process that ends in the middle of a fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            future = self._executor.submit(_call, index, arguments)  # forks all processes, before any thread is started
+            self._children = [each for each in multiprocessing.active_children() if each not in earlier]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return future
 
 
@@ -89,6 +95,7 @@ def _begin(functions: Sequence[Callable[..., Any]]) -> None:
     global _functions
     _functions = functions
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.freeze()  # a collection would copy all memory shared with the parent
 
 

@@ -56,7 +56,7 @@ class SitedCollectives:
     modules: str | None  # joined names, as "layers.[0-31].mlp"; None outside all modules
     count: int  # for each module
     bytes: int  # received by the rank, for each module, in all `count` collectives
-    file: str  # with `line` and `code`, as of `site.Site`
+    file: str  # with `line` and `code`, as in `site.Site`
     line: int
     code: str
 

@@ -103,6 +103,7 @@ def check_hangs(
 def _record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> Program:
     """Run `program` on shapes as `rank`, and return the rank's calls and waits. Arguments: as for `check_hangs`."""
     with recording(mesh, rank) as recorded, torch.device("meta"):
+        # call sites are searched only in frames below this function
         recorder = CallRecorder(mesh.size, _record_program.__code__)
         with _as_default_group(recorded, mesh, recorder):
             recorder.listen(recorded)

@@ -183,7 +183,7 @@ def undivided_bytes(parts: MemoryParts, *, blocks: int) -> float:
 
 
 def stage_peaks(parts: MemoryParts, schedule: Schedule, ranges: Sequence[tuple[int, int]]) -> list[Peak]:
-    """The peaks of the ranks along "pp". ranges: the blocks of each stage, [start, stop), as of `ranges_of`.
+    """The peaks of the ranks along "pp". ranges: the blocks of each stage, [start, stop), from `ranges_of`.
 
     Raises ValueError for a schedule with gradients of weights computed later: parts do not tell how long the operands
     stay. Call `predict_memory` there.

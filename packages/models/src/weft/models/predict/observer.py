@@ -24,7 +24,7 @@ from ..losses import local_value
 from ..step.alike import Representative
 from ..step.communication import Phase
 from .events import Compute, ComputePart, Event, OpKind, Place, Purpose, Start, Wait
-from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
+from .work import attention_sizes, bytes_of, count_experts, is_attention, is_view, product_sizes, tensors_in
 
 ModelPart = tuple[Representative | None, Place]  # (block, "block"), (None, "before") or (None, "after") all blocks
 
@@ -57,6 +57,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.microbatch = 0
         self.message_bytes = 0  # the most bytes returned by a block
         self._model, self._microbatches = model, microbatches
+        self._num_experts = count_experts(model)
         self._blocks = {f"{prefix}.{i}": each for i, each in enumerate(representatives)}
         self._block: Representative | None = None
         self._place: Place = "before"
@@ -173,8 +174,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._op = None
         if not inside.num_launches:
             return result
-        tensors = _tensors((arguments, options))
-        moved = [*inside.read.values(), *_tensors(result)]
+        tensors = tensors_in((arguments, options))
+        moved = [*inside.read.values(), *tensors_in(result)]
         kind: OpKind = "memory"
         sizes: tuple[tuple[int, ...], ...] = tuple(inside.products)
         flops = sum(2 * math.prod(each) for each in inside.products)
@@ -223,12 +224,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return output  # a DTensor's op runs so once in a process, for the result's shape
         if func.namespace not in ("aten", "prims", "weft") or is_view(func, args, output):
             return output
-        products = product_sizes(func, args)
-        read = [] if func.__name__.startswith(("zeros", "ones", "fill", "full")) else _tensors((args, kwargs))
+        products = product_sizes(func, args, self._num_experts)
+        read = [] if func.__name__.startswith(("zeros", "ones", "fill", "full")) else tensors_in((args, kwargs))
         if self._op is not None:
-            self._op.add(products, read, _tensors(output))
+            self._op.add(products, read, tensors_in(output))
             return output
-        tensors = _distinct([*read, *_tensors(output)])
+        tensors = _distinct([*read, *tensors_in(output)])
         self._add(
             Compute(
                 name=f"aten.{func.__name__.partition('.')[0]}",
@@ -292,8 +293,8 @@ def _purpose() -> Purpose:
         name = Path(frame.f_code.co_filename).name
         if name in _PURPOSES:
             return _PURPOSES[name]
-        if name in ("reshard.py", "find_gradients.py"):
-            return ""
+        if name in ("reshard.py", "transport.py", "find_gradients.py"):
+            return ""  # "transport.py" moves tokens of experts, within a module whose parameters are gathered
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
@@ -333,10 +334,6 @@ class _OpWork:
         self._between += written
         from_outside = {key[0] for key in self.read}
         self._written |= {each.untyped_storage()._cdata for each in written} - from_outside
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_iter(tree) if isinstance(each, Tensor)]
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:

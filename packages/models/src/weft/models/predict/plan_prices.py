@@ -31,6 +31,7 @@ from .workload import Workload
 
 ROUNDING = 1 - 1e-9  # on bounds: added up in a different order than prices, sums must not be above the price
 STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks
+WITHOUT_DATA = DataWork(gathers=0.0, in_backward=0.0, gradients=0.0, update=0.0, busy=0.0, at_last=0.0)
 WEIGHTS, ACTIVATIONS, TIME = "memory of weights and states", "memory with activations", "time"  # names of bounds
 
 
@@ -47,7 +48,6 @@ class PlanPrices:
     limit: int  # bytes that a rank may use
     flops: float  # of the model in a step, without recomputation
     memory: PlanMemory
-    least_sizes: dict[str | None, tuple[int, int]]  # context -> least (tp, cp) above 1 to trace; see `least_sizes`
     stages: StageTraces  # traces of stages without data axes
     # Results found before, by the arguments:
     _works: dict[tuple[Candidate, int, int], StageWork | None] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class PlanPrices:
         return [
             Bound(WEIGHTS, self.weights_bound, is_eager=True),
             Bound(TIME, self.even_bound, is_eager=True),
-            Bound(TIME, self.work_bound, runs=self._work_runs),
+            Bound(TIME, self.experts_bound, runs=self._experts_runs),
             Bound(ACTIVATIONS, self.activations_bound, runs=self.floor_runs),
             Bound(TIME, self.data_bound, runs=self._data_runs),
             Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
@@ -95,16 +95,22 @@ class PlanPrices:
     def even_bound(self, candidate: Candidate) -> float:
         """Seconds if the ranks divided all work evenly and without communication, at the best rates."""
         key = _even_stage(candidate.recompute)
-        work = self._floors(key, 1, 1)
-        return self._of_stages(work, (key, 1, 1), candidate, self._share(candidate) / candidate.tp / candidate.cp)
+        share = candidate.rows_on_rank(self.workload.rows) / self.workload.rows
+        return self._of_stages(self._floors(key), (key,), candidate, share / candidate.tp / candidate.cp)
 
-    def work_bound(self, candidate: Candidate) -> float:
-        """Seconds of work at the best rates, and of collectives over "tp" and "cp", with experts over "ep"; else 0."""
-        if candidate.ep == 1:
+    def experts_bound(self, candidate: Candidate) -> float:
+        """`even_bound` with the work on tokens received over "ep"; 0 without "ep".
+
+        A trace with the candidate's "ep" serves all further sizes. Ranks along "ep" may have fewer rows than rank 0:
+        counts the least rows of a rank. 0 where "cp" or "tp" do not divide the tokens of a row, or experts do not.
+        """
+        rows, tokens = self.workload.rows // (candidate.microbatches * candidate.dp), self.workload.tokens
+        even = 2 * candidate.cp * candidate.tp, max(1, self.stages.num_experts)
+        if candidate.ep == 1 or not rows or any(tokens % each for each in even):
             return 0.0
-        tp, cp = candidate.tp, candidate.cp
-        key = self._least_stage(candidate)
-        return self._of_stages(self._floors(key, tp, cp), (key, tp, cp), candidate, self._share(candidate))
+        key = _even_stage(candidate.recompute, candidate.ep)
+        share = rows / self.workload.rows
+        return self._of_stages(self._floors(key), (key,), candidate, share / candidate.tp / candidate.cp)
 
     def data_bound(self, candidate: Candidate) -> float:
         """Seconds of `even_bound`, of collectives over the data axes, and of the update."""
@@ -118,7 +124,10 @@ class PlanPrices:
         data = self._data_floors(candidate)
         if data is None:
             return 0.0
-        key, rows = self._own_stage(candidate)
+        own = self._own_stage(candidate)
+        if own is None:
+            return 0.0
+        key, rows = own
         work = self._prices(key, rows)
         if work is None:
             return 0.0
@@ -165,8 +174,11 @@ class PlanPrices:
         """For `even_bound` of candidates with these values of recompute."""
         return [run for each in recomputes for run in self._stage_traces(_even_stage(each), self.workload.rows)]
 
-    def _work_runs(self, candidate: Candidate) -> list[PlanRun]:
-        return [] if candidate.ep == 1 else self._stage_traces(self._least_stage(candidate), self.workload.rows)
+    def _experts_runs(self, candidate: Candidate) -> list[PlanRun]:
+        if candidate.ep == 1:
+            return []
+        key = _even_stage(candidate.recompute, candidate.ep)
+        return self._stage_traces(key, self.workload.rows * key.dp)
 
     def floor_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `activations_bound`."""
@@ -179,7 +191,8 @@ class PlanPrices:
         return [] if candidate.ep > 1 else self._stage_traces(*self._with_data(candidate))
 
     def _stage_runs(self, candidate: Candidate) -> list[PlanRun]:
-        return [] if candidate.ep > 1 else self._stage_traces(*self._own_stage(candidate))
+        own = self._own_stage(candidate)
+        return [] if own is None else self._stage_traces(*own)
 
     def _stage_traces(self, candidate: Candidate, rows: int) -> list[PlanRun]:
         return unmade((self.workload, *each) for each in self.stages.runs(candidate, rows))
@@ -198,15 +211,16 @@ class PlanPrices:
 
     # -- parts of bounds, each found once
 
-    def _least_stage(self, candidate: Candidate) -> Candidate:
-        """The candidate traced for `work_bound`."""
-        tp, cp = self.least_sizes.get(candidate.context, (1, 1))
-        return _stage_of(candidate, tp=tp if candidate.tp > 1 else 1, cp=cp if candidate.cp > 1 else 1)
+    def _own_stage(self, candidate: Candidate) -> tuple[Candidate, int] | None:
+        """The candidate and the rows traced for `stage_bound`; None where ranks along "ep" have different rows.
 
-    def _own_stage(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """The candidate and the rows traced for `stage_bound`."""
-        key = replace(_stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
-        return key, candidate.rows_on_rank(self.workload.rows)
+        With "ep", as few ranks along "dp" as the axis "ep" takes, with as many rows each as the candidate's ranks.
+        """
+        key = replace(_stage_of(candidate), microbatches=RUN_MICROBATCHES)
+        rows = candidate.rows_on_rank(self.workload.rows)
+        if candidate.ep > 1 and rows * candidate.microbatches * candidate.dp != self.workload.rows:
+            return None
+        return key, rows * key.dp
 
     def _with_data(self, candidate: Candidate) -> tuple[Candidate, int]:
         """The candidate and the rows traced for `data_bound`: two ranks along "dp" with a row each.
@@ -222,10 +236,6 @@ class PlanPrices:
         elif candidate.data_ranks > 1:
             key = replace(key, dp=2)
         return self.workload.traced(key), key.dp
-
-    def _share(self, candidate: Candidate) -> float:
-        """The rows of a microbatch on rank 0, divided by the rows of the step."""
-        return candidate.rows_on_rank(self.workload.rows) / self.workload.rows
 
     def _of_stages(
         self,
@@ -252,43 +262,33 @@ class PlanPrices:
             self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, sums=sums)
         return self._seconds[known]
 
-    def _floors(self, key: Candidate, tp: int, cp: int) -> StageWork | None:
-        """Lower bounds of a step of all rows on tp x cp ranks, from the trace of `key`, which has fewer ranks.
-
-        Work is divided evenly over the other ranks. A collective's bytes are scaled by `received_share`.
-        None where the model refuses `key`.
-        """
-        known = key, tp, cp
+    def _floors(self, key: Candidate) -> StageWork | None:
+        """Lower bounds of the work of a step with all rows on rank 0, from the trace of `key`; None if refused."""
+        known = key, self.workload.rows * key.dp, 1
         if known not in self._works:
-            trace = self._trace(key, self.workload.rows)
-            further = tp * cp / (key.tp * key.cp)
-
-            def seconds(start: Start) -> float:
-                sizes = {("tp",): (key.tp, tp, 1, cp / key.cp), ("cp",): (key.cp, cp, tp, tp / key.tp)}
-                if start.axes not in sizes:
-                    return 0.0
-                least, size, stride, divided = sizes[start.axes]
-                nbytes = start.nbytes * received_share(start.kind, size) / received_share(start.kind, least) / divided
-                return self._transfer(replace(start, size=size, stride=stride, nbytes=int(nbytes)))
-
-            self._works[known] = (
-                None
-                if trace is None
-                else work_of(trace, lambda compute: floor_seconds(compute, self.chip) / further, seconds)
-            )
+            trace = self._trace(*known[:2])
+            floor = partial(floor_seconds, chip=self.chip)
+            self._works[known] = None if trace is None else work_of(trace, floor, lambda start: 0.0)
         return self._works[known]
 
     def _prices(self, key: Candidate, rows: int) -> StageWork | None:
-        """Prices of a microbatch of `rows` rows on a stage with all blocks, without data axes; None if refused."""
+        """Prices of a microbatch on a stage with all blocks, without collectives over "dp"; None if refused.
+
+        rows: of a microbatch, over all ranks.
+        """
         known = key, rows, 0
         if known not in self._works:
             trace = self._trace(key, rows)
             price = partial(seconds_of, chip=self.chip)
-            self._works[known] = None if trace is None else work_of(trace, price, self._transfer, self._host)
+
+            def seconds(start: Start) -> float:
+                return 0.0 if "dp" in start.axes else self._transfer(start)
+
+            self._works[known] = None if trace is None else work_of(trace, price, seconds, self._host)
         return self._works[known]
 
     def _data_floors(self, candidate: Candidate) -> DataWork | None:
-        """Lower bounds of the data axes' collectives and of the update; None with "ep", and for a refused plan.
+        """Lower bounds of the data axes' collectives and of the update; 0 with "ep", and None for a refused plan.
 
         From the trace of two ranks along "dp" with a row each. With more ranks, a rank receives a larger share, in as
         many collectives or more. Gradients of whole parameters that are summed over "cp" may take different routes than
@@ -296,7 +296,7 @@ class PlanPrices:
         """
         ranks, tp = candidate.data_ranks, candidate.tp
         if candidate.ep > 1:
-            return None
+            return WITHOUT_DATA
         (key, rows), follows_cp = self._with_data(candidate), _follows_cp(candidate)
         known = key, candidate.dp, candidate.cp, candidate.microbatches
         if known not in self._data:
@@ -346,9 +346,9 @@ class PlanPrices:
         return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
 
 
-def _even_stage(recompute: Recompute) -> Candidate:
-    """The candidate traced for `even_bound`."""
-    return Candidate(**STAGE, recompute=recompute)
+def _even_stage(recompute: Recompute, ep: int = 1) -> Candidate:
+    """The candidate traced for `even_bound`, and with "ep" for `experts_bound`."""
+    return Candidate(**STAGE, dp=ep, ep=ep, recompute=recompute)
 
 
 def _follows_cp(candidate: Candidate) -> bool:
@@ -356,26 +356,17 @@ def _follows_cp(candidate: Candidate) -> bool:
     return candidate.zero > 1 and candidate.dp > 1
 
 
-def _stage_of(candidate: Candidate, *, tp: int, cp: int) -> Candidate:
-    """The candidate of a stage without data axes, whose trace all candidates with these options share."""
+def _stage_of(candidate: Candidate) -> Candidate:
+    """The candidate of a stage without data axes beyond "ep", whose trace all candidates with these options share."""
+    folded = candidate.cp * (candidate.tp if candidate.over_tp else 1)
     return Candidate(
-        pp=2,
-        schedule="1f1b",
-        tp=tp,
-        cp=cp,
+        **STAGE,
+        dp=candidate.ep // math.gcd(candidate.ep, folded),
+        tp=candidate.tp,
+        cp=candidate.cp,
+        ep=candidate.ep,
+        over_tp=candidate.over_tp,
         context=candidate.context,
         sequence=candidate.sequence,
         recompute=candidate.recompute,
     )
-
-
-def least_sizes(candidates: Iterable[Candidate]) -> dict[str | None, tuple[int, int]]:
-    """For each context, the least size of tp and the least of cp above 1 among the candidates; 1 where all are 1."""
-    sizes = {(candidate.context, candidate.tp, candidate.cp) for candidate in candidates}
-    return {
-        context: (
-            min((tp for each, tp, _ in sizes if each == context and tp > 1), default=1),
-            min((cp for each, _, cp in sizes if each == context and cp > 1), default=1),
-        )
-        for context in {context for context, _, _ in sizes}
-    }

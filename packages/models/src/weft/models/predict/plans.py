@@ -6,6 +6,7 @@ reason. Imports no torch until a `ParallelPlan` is made.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -176,11 +177,14 @@ class Space:
             yield from ((schedule, chunks) for chunks in (self.chunks if schedule == "interleaved" else (1,)))
 
     def _expert_sizes(self, mesh: Candidate) -> Iterator[Candidate]:
+        """The mesh with every size of "ep" that divides the experts."""
         yield mesh
-        if self.num_experts:
-            yield from (replace(mesh, ep=ep) for ep in divisors(mesh.data_ranks) if ep > 1)
-        if self.num_experts and mesh.tp > 1:
-            yield from (replace(mesh, ep=ep, over_tp=True) for ep in divisors(mesh.data_ranks * mesh.tp) if ep > 1)
+        if not self.num_experts:
+            return
+        for over_tp in (False, True) if mesh.tp > 1 else (False,):
+            ranks = mesh.data_ranks * (mesh.tp if over_tp else 1)
+            sizes = divisors(math.gcd(ranks, self.num_experts))
+            yield from (replace(mesh, ep=ep, over_tp=over_tp) for ep in sizes if ep > 1)
 
     def members(self, family: Candidate) -> Iterator[Candidate]:
         """The candidates of a family: with every value of sequence, zero and recompute."""

@@ -1,12 +1,12 @@
 """`check_plan`: proves that a training step of Weft's does not hang, from a few recorded ranks of each kind.
 
 Ranks of a kind issue the same calls: ranks with the same position along "pp", and positions of equal parts along each
-further axis. Positions along an axis have equal parts if the ranks there hold the same shapes of every parameter and
-of the batch, whatever their positions along further axes. Then the groups of two ranks of a kind have, place by
-place, members of the same kinds, and the ranks of a kind go through their calls in step: what is matched for a rank of
-each kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the last rank of
-each kind are recorded. Where their calls differ (a sum of 7 numbers over 64 ranks is also cut unevenly), more ranks
-are recorded to find the position where the calls change, and the kind is divided there.
+further axis. Positions along an axis have equal parts if, at each position along the further axes, the ranks there hold
+the same shapes of every parameter and of the batch. Then the groups of two ranks of a kind have, place by place,
+members of the same kinds, and the ranks of a kind go through their calls in step: what is matched for a rank of each
+kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the last rank of each
+kind are recorded. Where their calls differ (not only parameters and batch are cut: a sum of 7 numbers over 64 ranks is
+cut unevenly, say), more ranks are recorded to find the position where the calls change, and the kind is divided there.
 
 Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and
 the second's calls are copied for the microbatches between (`RepeatedActions`). The matched programs have the calls of
@@ -14,8 +14,8 @@ every microbatch, in the order of the schedule. Messages between stages are reco
 a further fact: a stage issues the same calls for the copied microbatches as for the second. This holds for three
 reasons: model and criterion are Weft's own code, whose calls follow from shapes alone; all collectives of the copied
 action are awaited within the action, so nothing outside changes their order; and backward starts no sum of gradients.
-Where a reason fails, or the last microbatch issues other calls than the second, every microbatch is run. Blocks are
-never copied within a program.
+Where a reason fails, or the last microbatch issues other calls than the second, every microbatch is run. Every block of
+the model runs: unlike in `memory_parts`, no block stands for others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .hang_report import Hang
 from .hangs import MOST_RANKS, CallRecorder, NoHang, find_hang
 from .matching import CallOrWait, Issued, Program
 
-MOST_KINDS = 512  # each kind costs runs on shapes of its first and last rank
+# With more kinds, `check_plan` divides no kind further: each kind costs runs on shapes of the first and the last rank.
+MOST_KINDS = 512
 Listen = Callable[[Recorded], None]  # `CallRecorder.listen`
 ShapeAndLayout = tuple[tuple[int, ...], Layout]  # global shape and layout of a tensor
 
@@ -53,8 +54,10 @@ def check_plan(
     record_rank: runs the step of a rank on shapes, with `listen` for `run_on_shapes`; called as (rank, listen).
     batch: (rows, tokens) of a microbatch, over all ranks.
     most_ranks: all ranks of a mesh up to this size are recorded; of a larger mesh, a few ranks of each kind.
-    Checked: laying the model out, and a step as on NCCL. Not checked: the checkpoint, the data, evaluation.
-    Communication: none. Raises ValueError for a larger mesh whose ranks are of more than `MOST_KINDS` kinds.
+    Checked: laying the model out, and a step with the collectives that Weft issues on NCCL, matched by the rules of
+        gloo and of NCCL. Not checked: the checkpoint, the data, evaluation.
+    Communication: none.
+    Raises ValueError where a kind must be divided and there are already more than `MOST_KINDS` kinds.
     """
     if mesh.size <= most_ranks:
         return find_hang([_record(record_rank, mesh, rank)[0] for rank in sorted(mesh)])
@@ -108,7 +111,7 @@ class _Comparison:
             if self._events_at(moved) == self._events_at(place):
                 place = moved
                 continue
-            low, high = place[axis], target[axis]  # the calls at `low` are those of `first`, at `high` they are not
+            low, high = place[axis], target[axis]  # the calls at `low` are those of `first`, at `high` not
             while high - low > 1:
                 middle = (low + high) // 2
                 same = self._events_at({**place, axis: middle}) == self._events_at(place)
@@ -139,6 +142,7 @@ def _divide(kind_at: dict[str, list[int]], axis: str, first: int, position: int)
 def _record(
     record_rank: Callable[[int, Listen], RecordedStep], mesh: ProcessMesh, rank: int
 ) -> tuple[Program, RecordedStep]:
+    # call sites are searched only in frames below this function
     recorder = CallRecorder(mesh.size, _record.__code__)
     step = record_rank(rank, recorder.listen)
     return Program(rank, tuple(recorder.events)), step
@@ -160,7 +164,8 @@ class Kinds:
     """The kinds of a mesh's ranks. A kind's name is the kind's first rank."""
 
     first: Mapping[int, int]  # rank -> the first rank of the rank's kind
-    # Names of groups for `relabel`, by purpose, members' distances from the first, and members' kinds; names are added.
+    # New names of groups, by the old name without ranks, the members' distances from the group's first rank, and the
+    # members' kinds; filled by `relabel`.
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]
 
     @classmethod
@@ -214,9 +219,9 @@ class Kinds:
         )
 
     def _parts_by_kind(self, call: Issued, parts: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The parts of an all-to-all, with this rank's part to itself replaced by a part for a rank of its kind.
+        """The parts of an all-to-all, with this rank's part to itself replaced by a part for a rank of the same kind.
 
-        A rank often sends itself nothing. That 0 is at another place for each rank of a kind.
+        A rank often sends itself nothing. This 0 is at a different place for each rank of a kind.
         """
         if not parts:
             return parts

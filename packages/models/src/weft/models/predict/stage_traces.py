@@ -80,6 +80,8 @@ class StageTraces:
 
         Each of these candidates is run.
         """
+        if candidate.ep > 1:  # how tokens are exchanged depends on their number
+            return []
         of_rows = ((rows, Fraction(1)),) if rows <= max(ROWS) else tuple(zip(ROWS, line(ROWS, rows), strict=True))
         of_tp, of_cp = self._weights(self.tp, candidate.tp), self._weights(self.cp, candidate.cp)
         if len(of_rows) == len(of_tp) == len(of_cp) == 1 or not self._is_even(candidate):

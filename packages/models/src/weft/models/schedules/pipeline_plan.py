@@ -167,6 +167,6 @@ class PipelinePlan:
         return make_schedule(self.schedule, ranks=ranks, microbatches=count, chunks=chunks)
 
     def count_stages(self, ranks: int) -> int:
-        """The number of stages on this number of ranks, without making the schedule. Raises as `make_schedule`."""
+        """The number of stages on `ranks` ranks, without making the schedule. Raises ValueError as `make_schedule`."""
         _check_schedule(self.schedule, ranks=ranks, microbatches=self.microbatches, chunks=self.chunks_per_rank)
         return ranks * self.chunks_per_rank

@@ -65,7 +65,7 @@ def _checked(criterion: Criterion, function: Callable[..., Any], exact: Mapping[
 def _refusal(function: Callable[..., Any], exact: Mapping[str, int]) -> ValueError:
     name = getattr(function, "__name__", type(function).__name__)
     return ValueError(
-        f"the criterion {name} cannot be kept to exact {in_words(exact)}: torch sums all tokens of a rank at once; "
+        f"the criterion {name} cannot run with exact {in_words(exact)}: torch sums all tokens of a rank at once; "
         f"take weft.kernels.cross_entropy with its options, or leave out exact"
     )
 
@@ -99,7 +99,7 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
             if name in _SUMS:
                 raise ValueError(
-                    f"torch's {name} of a DTensor cannot be kept to exact {in_words(self._exact)}: torch computes a "
+                    f"torch's {name} of a DTensor cannot run with exact {in_words(self._exact)}: torch computes a "
                     f"rank's whole part at once; take an op of weft.kernels, a layer of weft.models, or leave out exact"
                 )
         return func(*args, **(kwargs or {}))

@@ -41,10 +41,14 @@ KINDS = (  # uses of memory: the fields of `Peak` in bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The moment of a step in which a rank holds the most bytes, and the bytes by kind. Of a step after the first."""
+    """A moment of a step after the first, and a rank's bytes by kind.
+
+    The moment with the most bytes, except from `FollowedStep.peak_at`.
+    """
 
     phase: str  # "forward", "backward", "gradients" (their sync and norm) or "optimizer"
-    op: str  # of the last allocation still alive
+    # Name of the op that made the last storage still alive; "" for storages from before the step.
+    op: str
     place: int  # number of the block at work, from 0; -1 before the first, the number of blocks after the last
     parameters: int
     gathered: int  # full copies of sharded parameters, beyond their shards
@@ -92,7 +96,7 @@ def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes that a microbatch saves for backward, without the bytes of earlier microbatches."""
+    """Bytes saved for backward at the end of a microbatch's forward; without `shared`, the bytes of this microbatch."""
 
     before: int  # before the first block
     inside: int  # in all blocks together
@@ -110,7 +114,7 @@ class FollowedStep:
     splits_backward: bool  # whether the schedule computes gradients of weights later than gradients of inputs
     kinds: Mapping[Storage, str]  # of each storage, of `KINDS`
     by_parameter: Mapping[str, Memory]  # bytes between steps, by the parameter's name
-    places: Mapping[str, int]  # each parameter's place by name, as of `Storage.place`
+    places: Mapping[str, int]  # each parameter's `Storage.place`, by the parameter's name
 
     def between_steps(self) -> Memory:
         """The rank's bytes between steps, of all parameters."""
@@ -127,7 +131,10 @@ class FollowedStep:
         return is_new and self.live.phase_at(each.born) in phases
 
     def saved_of_microbatch(self) -> SavedBytes:
-        """The bytes saved for backward at the end of the last microbatch's forward."""
+        """The bytes saved for backward at the end of the last microbatch's forward.
+
+        Only for a step without stages: no earlier microbatch is in flight then.
+        """
         number = max(number for number, (_, phase) in enumerate(self.live.marks) if phase == "forward")
         begin, end = self.live.marks[number - 1][0] if number else 0, self.live.marks[number][0]
         held = [each for each in self._alive(end) if self._is_saved(each)]
@@ -154,7 +161,7 @@ class FollowedStep:
             counts[self.kinds[each]] += each.nbytes
             last = each
         total = self.between_steps()
-        # A shard may be a part of its full copy's memory.
+        # `adopt` may have counted a full copy, with its shard, as parameters: the rest beyond the shards is gathered.
         counts["gathered"] += counts["parameters"] - total.parameters
         counts |= {"parameters": total.parameters, "states": total.states}
         place = next(place for start, place in reversed(self.live.places) if start <= moment)
@@ -172,7 +179,8 @@ class FollowedStep:
             counts = before if place == BEFORE else after if place >= self.num_blocks else None
             if counts is not None:
                 counts["states"] += held.states
-                counts["gathered"] -= held.parameters  # of the memory of parameters, that beyond the shards
+                # with the next loop: parameters' memory beyond the shards counts as gathered
+                counts["gathered"] -= held.parameters
         for counts in (before, after):
             counts["gathered"] += counts["parameters"]
             counts["parameters"] = 0.0
@@ -207,10 +215,10 @@ def follow_step(
 ) -> FollowedStep:
     """Run the step twice on shapes, and follow the storages of the second run.
 
-    The first run makes the tensors kept between steps: buffers and optimizer states. Without stages, a single
-    microbatch makes all of these tensors.
+    The first run makes the tensors kept between steps, such as the buffers of gathered parameters, and optimizer
+    states. Without stages, a single microbatch makes all of these tensors.
     by_parameter: bytes between steps, by name. has_shared_casts: whether the microbatches of a model without stages
-        share the casts of parameters, as those of a stage do. Further arguments: as for `predict_memory`.
+        share the casts of parameters, as the microbatches of a stage do. Further arguments: as for `predict_memory`.
     """
     model, pipeline = ready.model, pipeline_of(ready.model)
     optimizer = None if make_optimizer is None else make_optimizer(model)

@@ -51,7 +51,7 @@ def evaluate_examples(
 
     dpo: `accuracy`, the share of pairs whose chosen answer has the greater log-probability. With a reference, rewards
         and the loss of DPO; see `_pair_figures`.
-    kto: with a reference, rewards and the loss of KTO, with the divergence over all examples, as of a run's held-out
+    kto: with a reference, rewards and the loss of KTO, with the divergence over all examples, as for a run's held-out
         examples; see `_judged_figures`.
     reference: None: without rewards and preference losses. rows: in a call of the model. pairs, judged: the options of
         the losses; None: the defaults. Raises LossNotFinite.

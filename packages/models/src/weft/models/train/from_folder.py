@@ -65,7 +65,7 @@ def model_of(folder: Path) -> ModelConfig:
 def find_model(folder: Path) -> ModelConfig | None:
     """The config of the model in a folder; None for a checkpoint of the user's model class, which has no config.json.
 
-    Raises as `config_of`.
+    Raises ValueError and DamagedCheckpoint as `config_of`.
     """
     try:
         return config_of(folder)

@@ -58,7 +58,7 @@ class MemoryNeed:
     def nbytes(self) -> int:
         """Peak bytes of the device: in an update of the weights, or while the whole model for the comparison exists.
 
-        Each process counts with the mean over the run's processes, as if all parts of the model were equally large.
+        Each process counts with an equal share, as if all parts of the model were equally large.
         Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         groups = (

@@ -125,7 +125,10 @@ def _content_of(identity: str, table: Tensor) -> bytes:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a model's folder; of a folder of adapters also those of the base. Raises as `base_folder`."""
+    """The files of a model's folder; of a folder of adapters also those of the base.
+
+    Raises ValueError as `base_folder`.
+    """
     folders = [folder, base_folder(folder)] if is_adapter_folder(folder) else [folder]
     return [
         path for each in folders for path in sorted(each.iterdir()) if path.is_file() and not path.name.startswith(".")

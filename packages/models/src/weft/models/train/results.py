@@ -153,7 +153,10 @@ class Results:
             self._trackers.add(metrics)
 
     def begin_digests(self, header: Header, step: int) -> None:
-        """Begin or go on with the file of digests. step: steps taken. Raises as `begin`, with its communication."""
+        """Begin or go on with the file of digests. step: steps taken.
+
+        Communication: as in `begin`. Raises ValueError and OSError, on every rank, as `DigestFile`.
+        """
         error = attempt(self._begin_digests, header, step) if self._writes else None
         raise_on_all(error, dist.is_initialized())
 

@@ -1,8 +1,8 @@
 """Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run, with the bits of the named mesh's sums.
 
 Inside `exact_sums`, collectives add by a binary tree over the coordinates of the named mesh (tree.py), equal on every
-mesh. Most plans therefore run unchanged. `_differs` lists the plans that
-cannot: a `StackedPlan` runs in their place.
+mesh. Most plans therefore run unchanged. `_differs` lists the plans that cannot; a `StackedPlan` runs in place of such
+a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tree import NO_ADDENDS, Addends, addends_of, tree_order
 def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan | StackedPlan:
     """The plan ready to run on this rank: unchanged, or inside `exact_sums` as a StackedPlan if `_differs`.
 
-    target: `plan.dst` as the caller stated the layout: the plan may have put the mesh's axes in a different order.
+    target: `plan.dst` with the mesh's axes in the caller's order, which the plan may have changed.
     mesh: the DeviceMesh of the tensor before the plan. Communication: none.
     """
     if exact_axes() is None or not _differs(plan):
@@ -41,9 +41,9 @@ def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan 
 def _differs(plan: Plan) -> bool:
     """Whether the plan, run unchanged, could give different bits than the same layout change on the named mesh.
 
-    True in each of these cases: there are stacked addends before or after the plan; the plan sums out of the tree's
-    order; the plan divides (Partial("avg")); the plan makes each shard an addend of a Partial value, where the named
-    mesh's plan might not.
+    True in each of these cases: a rank holds stacked addends (tree.py) before or after the plan; the plan sums out of
+    the tree's order; the plan divides (Partial("avg")); the plan makes each shard an addend of a Partial value, where
+    the named mesh's plan might not.
     """
     if addends_of(plan.src).axes or addends_of(plan.dst).axes:
         return True
@@ -128,11 +128,11 @@ class StackedPlan:
 
     Axes are reduced in the tree's order, innermost first. A rank adds the addends of its coordinates, then a plan adds
     the ranks' sums. Where an axis to be reduced later has stacked addends, the plan runs once for each addend, and more
-    bytes move than by the ordinary plan. The same holds for axes that stay Partial. `_region_axis` says which addends a
-    newly Partial axis gets; with Partial("avg"), every addend is the value.
+    bytes move than by the ordinary plan. An axis that stays Partial with stacked addends costs the same: a run for each
+    addend. `_region_axis` says which addends a newly Partial axis gets; with Partial("avg"), every addend is the value.
     """
 
-    does_nothing = False  # `PreparedPlan.does_nothing`: True where a run returns the local tensor itself
+    does_nothing = False  # callers always run a StackedPlan, also where the run returns the local tensor itself
 
     def __init__(self, plan: Plan, target: Layout, mesh: DeviceMesh) -> None:
         self._plan, self._target, self._mesh, self._rank = plan, target, mesh, this_rank()
@@ -176,7 +176,8 @@ class StackedPlan:
     def _make_stages(self, layout: Layout, reduced: Sequence[str]) -> list[_Stage]:
         """The stages from `layout`, the source, to `_reduced_target`: the target before axes are made Partial.
 
-        reduced: the axes to reduce, in the tree's order. Also sets `_stacked_at_end`, the axes stacked after the last.
+        reduced: the axes to reduce, in the tree's order. Also sets `_stacked_at_end`, the axes stacked after
+        the last stage.
         """
         mesh, addends = layout.mesh, addends_of(layout)
         stages: list[_Stage] = []
@@ -213,8 +214,9 @@ class StackedPlan:
         """A plan of a single collective over `axes`: a reduce-scatter where the parts are even, else an all-reduce.
 
         After a reduce-scatter, axes sharded in the target have the target's shards; the remaining axes shard any dim,
-        for a gather in a later stage: as few bytes as the ordinary plan. These axes avoid dims sharded by axes reduced
-        later, if possible: the gather would have to be an exchange.
+        for a gather in a later stage: as few bytes as the ordinary plan. If possible, the remaining axes avoid dims
+        that the target shards over axes reduced later: otherwise the later stage needs an exchange instead of the
+        gather.
         """
         shape, op = self._plan.shape, "sum" if self._op == "avg" else self._op
         step: ReduceScatter | AllReduce = AllReduce(tuple(axes) if len(axes) > 1 else axes[0], op)

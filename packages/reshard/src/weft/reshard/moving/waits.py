@@ -1,4 +1,8 @@
-"""Waits for collectives. `measure_waits` measures their time, which the training loop of weft.models logs."""
+"""Waiting for collectives, and for messages between pipeline stages.
+
+`measure_waits` adds up the waits made by `wait_for`; the training loop of weft.models logs the sum. Products that
+overlap with their collectives wait without `wait_for`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ import torch.distributed as dist
 
 
 class WaitTimer:
-    """The time for which this process's device waits for collectives, added up over calls of `wait`.
+    """The time for which this process's device waits for collectives and for messages between pipeline stages, added up
+    over calls of `wait`.
 
     On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
     """
@@ -62,11 +67,13 @@ def measure_waits(timer: WaitTimer) -> Iterator[None]:
 
 
 def wait_for(work: dist.Work | None, seconds: float | None = None) -> None:
-    """Waits for a collective, and measures the wait inside `measure_waits`.
+    """Waits for a collective, or a message between pipeline stages, and measures the wait inside `measure_waits`.
 
-    seconds: to wait at most, unmeasured; None for the group's timeout. Raises RuntimeError after that time.
+    seconds: to wait at most, on the host; RuntimeError after that time. Such a wait is not measured.
+        None: waits up to the group's timeout, and the wait is measured. On a GPU the stream waits, and the call returns
+        at once; NCCL's watchdog then ends the process after the timeout.
     """
-    assert work is not None, "a member of the group gets the work of async_op=True"
+    assert work is not None, "None comes only to a rank outside the group, or without async_op=True"
     if seconds is not None:
         work.wait(timedelta(seconds=seconds))
     elif _measuring:

@@ -4,10 +4,11 @@ A `ShardSpec` lists for each dim the axes sharding the dim, major first. `Search
 from, the spec to reach, and the axes to reduce in between. `Candidates` lists the ways to try, each a list of moves
 (moves.py). `cheapest` prices the ways, and turns the best way into steps.
 
-The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
-collective communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, a
-single exchange of the elements needed and lacked by each rank attains the lower bound. Ways of gathers are listed
-before the exchange: where gathers attain the bound, too, gathers are chosen.
+Most ways have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable collective
+communication": local slices, reductions, an exchange, gathers. Some ways move the addends first, and reduce last.
+Between layouts of Replicate and Shard, a single exchange of the elements needed and lacked by each rank attains the
+lower bound on the elements received by the busiest rank. Ways of gathers are listed before the exchange: where gathers
+attain the bound, too, gathers are chosen.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def cheapest(
     """Steps from `src` to `dst`, layouts of the same mesh; None where `fits` accepts none of the ways found.
 
     topology: with it, the steps take the fewest seconds for elements of `itemsize` bytes. Without, the busiest rank
-        receives the fewest elements, and among equals the fewest transfers are made.
+        receives the fewest elements, and among equals the steps that communicate are the fewest.
     fits: whether steps are acceptable, as within a memory limit; by default all are.
     The layouts must have passed `layouts.check_reductions`.
     """
@@ -50,6 +51,8 @@ def cheapest(
         seconds = () if topology is None else (sum(_seconds(move, itemsize, topology) for move in way),)
         return (*seconds, *_elements_and_transfers(way))
 
+    # See `MoveBuilder`. thorough: gathers in several forms and orders, and more ways. apart: a reduction over several
+    # axes by a collective per axis.
     ways = Candidates(task, MoveBuilder(task.sizes, thorough=True, apart=topology is not None))
     for way in sorted(islice(ways, MOST_PRICED), key=key):
         steps = _steps(way, task)
@@ -59,7 +62,7 @@ def cheapest(
 
 
 def _of_fewest_elements(task: SearchTask) -> Way:
-    """The way with the fewest elements received, then the fewest transfers."""
+    """The way with the fewest elements received by the busiest rank, then the fewest moves with traffic."""
     bound, best = task.least_received(), None
     for way in Candidates(task, MoveBuilder(task.sizes, thorough=False, apart=False)):
         key = _elements_and_transfers(way)
@@ -72,7 +75,7 @@ def _of_fewest_elements(task: SearchTask) -> Way:
 
 
 def _elements_and_transfers(way: Way) -> tuple[int, int, int]:
-    """The key to compare ways by: elements received, transfers, moves."""
+    """The key to compare ways by: elements received by the busiest rank, moves with traffic, moves."""
     return sum(total(move.traffic) for move in way), sum(bool(move.traffic) for move in way), len(way)
 
 
@@ -90,7 +93,7 @@ def _steps(way: Way, task: SearchTask) -> tuple[Step, ...]:
         axis: str | tuple[str, ...] = move.axes if len(move.axes) != 1 else move.axes[0]
         dim: int | tuple[int, ...] = move.dims if len(move.dims) != 1 else move.dims[0]
         if move.kind is AllGather:
-            steps.append(AllGather(axis, dim, move.apart))
+            steps.append(AllGather(axis, dim, move.apart))  # apart: the axes with a collective each; see `Move`
         elif move.kind is ReduceScatter:
             unreduced -= set(move.axes)
             steps.append(ReduceScatter(axis, dim, task.op, move.apart))
@@ -142,8 +145,9 @@ class SearchTask:
 
         With a reduction, consider the sub-mesh along all axes which may move data, of R ranks. At the end each rank
         needs `needed` elements, and each element is on `copies` ranks: R * needed / copies different elements. Each of
-        these takes p - 1 messages to add p addends, and copies - 1 messages to hand on the sum. The busiest of the R
-        ranks receives at least the average.
+        these takes p - 1 messages to add the addends of the p ranks along the axes to reduce, and copies - 1 messages
+        to hand on the sum. The busiest of the R ranks receives at least the average. The bound is at least `needed`: no
+        rank holds an element of the sum at the start.
         """
         needed = self.sizes.local(self.end)
         if not self.to_reduce:
@@ -210,7 +214,7 @@ class Candidates:
                     yield self.moves.slices(src, before) + exchange + gathers
 
     def _slices_and_gathers(self, src: ShardSpec, dst: ShardSpec) -> Iterator[Way]:
-        """Slices, then gathers; only where in every dim the shorter of the two lists of axes begins the longer list."""
+        """Slices, then gathers; only where in every dim the longer of the two lists of axes begins with the shorter."""
         longest = []
         for a, b in zip(src, dst, strict=True):
             longer, shorter = (a, b) if len(a) > len(b) else (b, a)
@@ -271,7 +275,8 @@ class Candidates:
             yield moves_before + self._reductions(tuple(before), scattered)
 
     def _scattered_and_sliced(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Pairs: which of the axes to reduce are reduce-scattered, and which replicated axes are sliced before.
+        """Pairs: which of the axes to reduce are reduce-scattered, and which replicated axes are sliced before the
+        reduction.
 
         The remaining axes to reduce are all-reduced.
         """

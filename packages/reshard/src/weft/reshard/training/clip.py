@@ -36,11 +36,12 @@ def clip_grad_norm_(
     norm_type: p of the p-norm of all gradients as a single vector, above 0; inf takes the largest magnitude.
     mesh: the ranks over which the norm is taken. None takes the ranks of all parameters' meshes; every rank then gives
         parameters on the same meshes. In a pipeline, where each rank gives the parameters of the rank's stages, give
-        the mesh of all stages; plain tensors then belong to this rank alone.
-    copies: parameters with repeated gradients, as of a weight tied across stages: scaled, not counted.
+        the mesh of all stages, and frozen parameters too: a stage may have no others. Plain tensors then belong to this
+        rank alone.
+    copies: parameters with repeated gradients, as those of a weight tied across stages: scaled, not counted.
 
-    Each element counts once, however many ranks hold the element's shard. Sums are taken in float32, of float64
-    gradients in float64. A norm of inf or NaN scales nothing. The host waits for no device.
+    Each element counts once, however many ranks hold the element's shard. Sums are taken in float32, with a float64
+    parameter in float64. A norm of inf or NaN scales nothing. The host waits for no device.
     Inside `exact_sums`, and outside for parameters of a plan with `exact`, the norm and the scaled gradients have the
     same bits on every mesh and in any layouts. The norm is then rounded to float32 once: magnitudes whose squares are
     not float32 numbers count, too.
@@ -70,8 +71,9 @@ def clip_grad_norm_(
     ]
     device = next((each.device for each in gradients or unique), None)
     if device is None and group is not None:
-        device = torch.device(device_type())  # a stage without trainable parameters
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+        device = torch.device(device_type())  # a stage without parameters
+    # Of the parameters: every rank has the same dtype for the all-reduce, also a rank without a gradient.
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in unique) else torch.float32
     if is_exact:
         norm = exact_norm(counted, norm_type, group, device).to(dtype)
     else:

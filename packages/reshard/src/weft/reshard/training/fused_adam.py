@@ -1,11 +1,13 @@
-"""Lets torch's fused Adam step on DTensors, by a single call on each rank's local tensors: elements are independent.
+"""Runs torch's fused Adam on DTensors by a single call on each rank's local tensors.
 
-Importing this file registers the steps. torch's own rules infer the layouts of all tensors of an optimizer in each
-step, which on a CPU takes several times as long as the step.
+An element's update needs no other element. Importing this file registers `_step` for torch's fused Adam ops on
+DTensors. torch's own rules infer the layouts of all tensors of an optimizer in each step, which on a CPU takes several
+times as long as the step.
 
-torch's CPU kernel computes elements in vectors, except the last elements of a tensor, which are rounded differently:
-only vectors multiply and add with a single rounding. Inside `exact_sums`, and for parameters of a plan with `exact`,
-the last elements are padded to whole vectors: an element then has the same bits in a shard of any length.
+torch's CPU kernel computes elements in vectors, except the last elements of a tensor. The last elements are rounded
+differently: the code for vectors uses fused multiply-add, the code for single elements does not. Inside `exact_sums`,
+and for parameters of a plan with `exact`, the last elements are padded to whole vectors: an element then has the same
+bits in a shard of any length.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ..moving.dtensor import dtensor_spec, layout_of, memory_of
 from ..moving.reshard import reshard
 from ..world.exact import marked_axes
 
-# A multiple of the elements in a vector of torch's kernel: at most 64 bytes, of float64, float32 or two-byte elements.
+# Elements. A vector of torch's kernel has at most 64 bytes: 8 float64, 16 float32 or 32 two-byte elements. 32 is a
+# multiple of each.
 VECTOR = 32
 
 
@@ -96,7 +99,7 @@ def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
 def reshard_to_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, in the parameter's layout. Communication: a reshard, where the layouts differ.
 
-    Raises LayoutError for a DTensor and a plain tensor.
+    Raises LayoutError if one is a DTensor and the other a plain tensor.
     """
     if _same_layout(gradient, parameter):
         return gradient

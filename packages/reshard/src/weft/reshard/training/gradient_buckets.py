@@ -72,7 +72,8 @@ class GradientBuckets:
             self._add_grad(leaf, older, leaf.grad_info(older)[2])
         grad = None if older_grads and leaf.keeps_passes else leaf.grad
         in_target = grad is not None and leaf.grad_info(grad)[2]
-        if grad is not None and not (in_target and leaf.accumulator is leaf.parameter):  # else it is in its final place
+        # a gradient already in its final place stays in `.grad`
+        if grad is not None and not (in_target and leaf.accumulator is leaf.parameter):
             leaf.accumulator.grad = None
             self._add_grad(leaf, grad, in_target)
         if leaf.parameter.grad is None:

@@ -132,7 +132,7 @@ class GradientSync:
         for each in gatherings:
             each.gather_hooks.append(self._gather_hook)
         self._in_wait = self._paused = False  # whether `wait()` runs; whether a `paused()` is open
-        self._unsynchronized = False  # whether any leaf has a gradient since `wait()`
+        self._unsynchronized = False  # whether `has_new_grad` of any leaf is true
         _syncs.add(self)
         self._hooks: list[RemovableHandle] = [before_step.add(self._before_step)]
         self._hook_parameters()

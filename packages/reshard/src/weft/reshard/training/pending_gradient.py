@@ -47,43 +47,52 @@ Forms = tuple[GradientForm, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A parameter and the state of its gradients. GradientSync makes a Leaf for each DTensor parameter.
+    """A parameter and the state of its gradients.
 
-    A parameter's gradients in a step may have several layouts; each layout and dtype is a GradientForm.
+    GradientSync makes a Leaf for each DTensor parameter, and `UsesOfStep` a Leaf for each separate use of a shared
+    parameter. A parameter's gradients in a step may have several layouts; each layout and dtype is a GradientForm.
+    A round ends at `GradientSync.wait()`, and under ZeRO 2 and 3 also at the end of `GradientSync.paused()`.
     """
 
-    parameter: DTensor  # the module's parameter, which gets the result in `.grad`; under ZeRO a shard
-    accumulator: DTensor  # the tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO the full copy
+    # The module's parameter, or a separate use's stand-in; gets the result in `.grad`. Under ZeRO a shard.
+    parameter: DTensor
+    # The tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO the full copy or the copy's stand-in.
+    accumulator: DTensor
     name: str
     mesh: ProcessMesh  # the parameter's mesh
     is_on_mesh: bool  # whether this rank is in the mesh
     target: Layout  # the result's layout
-    sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends a gradient, also inside `paused()`
+    sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends a gradient, also inside `GradientSync.paused()`
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
-    # Earlier gradients that were not added to `.grad`: see `_set_aside`.
+    # Earlier gradients moved out of `.grad`, not yet handled by `GradientBuckets.add`: see `_set_aside`.
     older_grads: list[DTensor] = field(default_factory=list)
     info_cache: tuple[object, Forms, bool] | None = None  # `grad_info` of the last gradient
     # Spec, named mesh and Route of the last gradient sent; see `route_of`.
     route_cache: tuple[object, object, Route | None] | None = None
-    local_grad: Tensor | None = None  # this rank's part of a gradient sent without `.grad`; see `local_grad_callback`
+    # This rank's part of an unsent gradient that skips `.grad`; see `local_grad_callback`.
+    local_grad: Tensor | None = None
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
-    has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
-    ready_count: int = 0  # number of gradients ready to send
-    num_grads: int = 0  # number of gradients that were ready to send since `wait()`
-    num_sent: int = 0  # number of times that a gradient, or zeros, went into buckets since `wait()`
-    # Forms of the gradients since `wait()` sent by `GradientBuckets.add`, or found in the target layout.
+    # Whether backward came to the parameter in this round, also where a function returned no gradient.
+    has_new_grad: bool = False
+    ready_count: int = 0  # number of ready gradients whose turn to be sent has not come
+    num_grads: int = 0  # number of gradients that were ready to send in this round
+    # How often SendOrder or `_send_with_peers` gave a gradient, or zeros, in this round; in the target layout too.
+    num_sent: int = 0
+    # Forms of the gradients in this round sent by `GradientBuckets.add`, or found in the target layout.
     sent_forms: Forms = ()
     bucket: Bucket[Leaf] | None = None  # the bucket with the last gradient sent
-    last_forms: Forms = ()  # forms of the gradients on all ranks, in the last step in which a rank had a gradient
-    reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until `wait()` ends
+    # Forms of the gradients on all ranks, in the last round in which any rank had a gradient of this parameter.
+    last_forms: Forms = ()
+    reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until the round ends
     earlier_grad: DTensor | None = None  # the gradient of earlier rounds that `reduced_grad` includes
-    placeholder: GradPlaceholder | None = None  # in `parameter.grad` from sending to the end of `wait()`; reused
+    placeholder: GradPlaceholder | None = None  # in `parameter.grad` from sending until the round ends; reused
 
     @classmethod
     def of(cls, name: str, parameter: DTensor, full: FullParameter | None, axes: Sequence[str]) -> Leaf:
         """The state before the first step.
 
-        full: the full copy of a sharded parameter, or None. axes: over which the result is sharded, too.
+        full: the full copy of a sharded parameter, or None.
+        axes: GradientSync's `shard_over`: the result is sharded over these too, where the parameter is replicated.
         """
         layout = layout_of(parameter)
         return cls(
@@ -100,7 +109,7 @@ class Leaf:
     def grad(self) -> DTensor | None:
         """The gradient in `accumulator.grad`; None where `.grad` is None or a placeholder.
 
-        Without ZeRO, `wait()` leaves the result here, until `zero_grad`.
+        Without ZeRO, the result of the last `wait()` counts too, until `zero_grad`.
         """
         return grad_of(self.accumulator)
 
@@ -150,7 +159,8 @@ class Leaf:
         if grad is None:
             return ()
         _, forms, in_target = self.grad_info(grad)
-        if in_target and self.accumulator is self.parameter:  # the result of the last `wait()`, or a gradient
+        # in its final place: the result of the last `wait()`, or a new gradient
+        if in_target and self.accumulator is self.parameter:
             return forms if self.has_new_grad and forms[0] not in self.sent_forms else ()
         return forms
 
@@ -206,8 +216,8 @@ class Leaf:
 
         A gradient with stacked addends is given as a new DTensor, which autograd puts into an empty `.grad` uncopied.
         Autograd would copy a gradient with further references, into memory of the layout's local shape, without room
-        for stacked addends. The new DTensor may share memory with a further gradient, so a later gradient is not added
-        in place.
+        for stacked addends. The new DTensor may share memory with another tensor's gradient: a later gradient is added
+        by `sum_of`, not in place.
         """
         if self.accumulator.grad is not None:
             self._set_aside(incoming)
@@ -241,8 +251,8 @@ class Leaf:
     def add_reduced(self, grad: DTensor) -> None:
         """Adds a gradient in the target layout to `reduced_grad`, in the dtype of the parameter's gradient.
 
-        The ranks may have summed in another dtype. Of a leaf that keeps passes, the first is added to the gradient of
-        earlier rounds: a round of several passes adds them in the same order as rounds of one pass.
+        The ranks may have summed in another dtype. Of a leaf that keeps passes, the sum begins with the gradient left
+        in `.grad` by earlier rounds: several passes in a round then add up as one pass in each of several rounds.
         """
         if self.reduced_grad is None and self.keeps_passes:
             self.reduced_grad = self.earlier_grad = grad_of(self.parameter)
@@ -309,9 +319,9 @@ class GradPlaceholder(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # An op on several tensors is refused here: a DTensor among them would raise an error about tensor classes
-        # before `__torch_dispatch__` is called. An op on the placeholder alone is refused there. Reading the shape or
-        # dtype is no op, and works.
+        # An op on several tensors is refused here: a DTensor among the tensors would raise an error about tensor
+        # classes before `__torch_dispatch__` is called. `__torch_dispatch__` refuses an op on the placeholder alone.
+        # Reading the shape or dtype is no op, and works.
         if sum(isinstance(each, Tensor) for each in tree_leaves((args, kwargs))) > 1:
             _raise_not_ready(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,8 +1,8 @@
-"""A rank's coordinates on the named mesh (exact.py), and collectives among the coordinates.
+"""The coordinates of the named mesh (exact.py) for which a rank of a smaller mesh stands, and collectives among these.
 
-`Fold` gives the coordinates. An op runs once for each coordinate, with a `FoldedMesh` in place of the DeviceMesh. Where
-the op communicates over a folded axis, the runs take turns (`run_in_turn`): each waits in a `FoldedGroup` until all
-have reached the collective.
+`Fold` gives the coordinates. An op runs once for each coordinate, with the options found for the coordinate on a
+`FoldedMesh` in place of the DeviceMesh. Where the op communicates over a folded axis, the runs take turns
+(`run_in_turn`): each run waits in a `FoldedGroup` until all members have reached the collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .exact import exact_axes, folds
 from .world import Positions
 
 Result = TypeVar("Result")
-# Which of the coordinates that a rank stands for: a number below the fold, for each axis of `Fold.axes`.
+# Which of a rank's coordinates on the named mesh: for each axis of `Fold.axes`, a number below the axis's fold (named
+# size over real size).
 FoldIndex = tuple[int, ...]
 
 
@@ -92,11 +93,11 @@ def _moved(layout: Layout, mesh: ProcessMesh) -> Layout:
 
 
 class FoldedMesh:
-    """Given to an op in place of a DeviceMesh, in the op's run for a single coordinate of the named mesh.
+    """Given to the kernels' `Sharding.local_options` in place of a DeviceMesh, for a single coordinate's options.
 
-    The op can only pass a FoldedMesh to `group_over`.
-    mesh: the rank's DeviceMesh. index: the coordinate.
-    communicates: False, until the op asks for a group along a folded axis; the op's runs must then take turns.
+    `local_options` may only pass a FoldedMesh to `group_over`.
+    mesh: the rank's DeviceMesh. index: which of the rank's coordinates, as a FoldIndex.
+    communicates: whether `local_options` asked for a group along a folded axis; the op's runs must then take turns.
     """
 
     def __init__(self, mesh: DeviceMesh, fold: Fold, index: FoldIndex) -> None:
@@ -112,13 +113,13 @@ class FoldedMesh:
         return FoldedGroup(group, axes, self.fold, self.index)
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
-        """Always raises LayoutError. The callers are ops that overlap a product with sends, step by step.
+        """Always raises LayoutError. Called by `local_options` of ops that overlap a product with sends, step by step.
 
         Inside `exact_sums` these ops cannot run.
         """
         raise LayoutError(
-            f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
-            f"and call the product alone"
+            f"an op that communicates over {axis!r} beside its product cannot run with exact; reshard the operand, and "
+            f"call the product alone"
         )
 
 
@@ -127,7 +128,7 @@ class FoldedGroup:
 
     group: the real group along the same axes, from `group_along`; None where this rank alone stands for all members.
     axes: the axes along which the members differ, in the mesh's order.
-    index: the coordinate of this member.
+    index: which of the rank's coordinates this member is, as a FoldIndex.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class FoldedGroup:
         """Sorts the members' rows into the order of the members' ranks on the named mesh.
 
         rows: [ranks, members of a rank, *shape]: the ranks of the real group in the order of `Positions`, and for each
-        rank the tensors of its members, stacked. Returns [members, *shape].
+        rank the tensors of the rank's members, stacked. Returns [members, *shape].
         """
         axes = len(self._ranks_by_axis)
         by_axis = rows.reshape(*self._ranks_by_axis, *self._folds_by_axis, *rows.shape[2:])
@@ -170,8 +171,8 @@ class FoldedGroup:
 class _ThreadTurns(threading.local):
     """What this thread does for `run_in_turn`; a thread outside of `run_in_turn` has the defaults."""
 
-    turns: _Turns | None = None  # of the call of `run_in_turn`
-    number = 0  # of the function that this thread runs
+    turns: _Turns | None = None  # the threads of the running `run_in_turn`; None outside
+    number = 0  # this thread's number in `turns`
 
 
 _current = _ThreadTurns()
@@ -189,7 +190,7 @@ def run_in_turn(functions: Sequence[Callable[[], Result]]) -> list[Result]:
 
 @contextmanager
 def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
-    """Context manager: this thread's ops go through the dispatch modes of another thread, as the caller's ops do."""
+    """Context manager: this thread's ops go through the dispatch modes of the thread that called `run_in_turn`."""
     for mode in modes:
         _push_mode(mode)
     try:
@@ -232,9 +233,9 @@ class _Turns:
         self._waiting: dict[int, Any] = {}  # by thread: the meeting at which the thread waits
         self._ended: set[int] = set()
         self._meetings: dict[Any, dict[FoldIndex, Tensor]] = {}  # by meeting, then by member: the tensor given
-        self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: the result, and how many members lack it
+        self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: result, and how many members lack the result
         self._rounds: dict[Any, int] = {}  # by group's key and member: the number of the member's meetings
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[int, BaseException] = {}  # by thread, in the order in which threads failed
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
         """See `run_in_turn`."""
@@ -249,13 +250,14 @@ class _Turns:
             _current.turns, _current.number = self, number
             self._locks[number].acquire()
             try:
-                if torch.get_num_threads() != num_threads:  # which torch keeps by thread, and which products depend on
+                # torch keeps the number by thread, and the bits of products depend on the number
+                if torch.get_num_threads() != num_threads:
                     torch.set_num_threads(num_threads)
                 if not self._errors:
                     with torch.set_grad_enabled(grad), _dispatching(modes):
                         results[number] = functions[number]()
             except BaseException as error:
-                self._errors[number] = error
+                self._errors.setdefault(number, error)  # a thread at which a deadlock was found has an error already
             self._ended.add(number)
             self._pass_on(number)
             _current.turns = None
@@ -269,7 +271,7 @@ class _Turns:
             ended.get()
         _Worker.idle.extend(workers)
         if self._errors:
-            raise self._errors[min(self._errors)]
+            raise next(iter(self._errors.values()))
         return [results[number] for number in range(self._count)]
 
     def meet(
@@ -299,7 +301,10 @@ class _Turns:
             self._locks[number].acquire()
             del self._waiting[number]
             if meeting not in self._results:
-                raise RuntimeError("a coordinate of the named mesh failed before this one's collective; see its error")
+                raise RuntimeError(
+                    "a coordinate of the named mesh failed before this coordinate's collective; see the error of the "
+                    "failed coordinate"
+                )
         result, left = self._results.pop(meeting)
         if left > 1:
             self._results[meeting] = result, left - 1
@@ -312,7 +317,7 @@ class _Turns:
         ready = [each for each in alive if each not in self._waiting or self._waiting[each] in self._results]
         if alive and not ready and not self._errors:
             self._errors[alive[0]] = RuntimeError(
-                "the coordinates of the named mesh wait for different collectives; all must run the same ones"
+                "the coordinates of the named mesh wait for different collectives; all must run the same collectives"
             )
         following = ready if ready and not self._errors else alive  # after an error all waits end
         if following:

@@ -83,7 +83,7 @@ def cast_for(name: str, operand: Operand) -> Operand:
 def sharing_casts() -> Iterator[None]:
     """Inside, in this thread, each parameter is cast once for all calls, and all graphs save the same cast.
 
-    For several forward passes before their backward passes, as of a pipeline's microbatches: without this context,
+    For several forward passes before their backward passes, such as a pipeline's microbatches. Without this context,
     each graph would save a cast of its own. Parameters must not change inside.
     """
     token = _shared_casts.set({})

@@ -1,6 +1,8 @@
-"""`CallPlan`: the layouts, shapes and options of an op's calls on operands of equal shapes, dtypes and layouts.
+"""`CallPlan`: what an op's calls have in common, if the operands' shapes, dtypes and layouts are the same from call to
+call, and the options as well, apart from `Op.varying`.
 
-Computed once, and cached until the process groups end.
+Made at the first of these calls, and cached until the process groups end; inside `exact_sums` once more for each named
+mesh. While torch.compile traces, plans are not cached.
 """
 
 from __future__ import annotations
@@ -45,12 +47,16 @@ class GradientLayouts(NamedTuple):
     slices: tuple[Layout | None, ...]
     # The layout of each operand's gradient, on the mesh of the computation; None for an operand without a gradient.
     operands: tuple[Layout | None, ...]
-    rule: tuple[Layout | None, ...]  # of the outputs' gradients after slicing, on the mesh of the op's rule
+    # The layouts of the outputs' gradients after slicing, on the mesh of the op's rule (see `CallPlan._rule_layouts`).
+    # Read inside `exact_sums` alone.
+    rule: tuple[Layout | None, ...]
     specs: Specs  # of the operands' gradients, filled by `CallPlan.wrap_gradients`
 
 
 class CallPlan:
-    """How an op runs on DTensors of given shapes, dtypes and layouts: found once, and used by all calls with these.
+    """How an op runs on operands of given shapes, dtypes and layouts, with given options.
+
+    Found once, and used by all calls with these operands and options.
 
     Operands may be on different meshes, if the finest mesh splits the axes of all further meshes. The op is then
     computed on the finest mesh. Attention with more ranks than key heads is an example: the queries are on the model's
@@ -74,10 +80,12 @@ class CallPlan:
         fine = self._meshes.refine(layouts, self.shapes)
         rank = this_rank()
         self.is_in_mesh = rank in self._meshes.fine  # whether this rank computes
-        # Both None outside `exact_sums`. Inside, this rank may stand for several coordinates of the named mesh.
+        # Both None outside `exact_sums`; `folded` also on a rank outside the mesh. Inside `exact_sums`, this rank may
+        # stand for several coordinates of the mesh named by `exact_sums`.
         self._fold = Fold.of(self._meshes.fine)
         self.folded: FoldedCall | None = None
-        # The options of forward and backward from `Sharding.local_options`; empty inside `exact_sums`.
+        # The options of forward and backward from `Sharding.local_options`; empty inside `exact_sums`, and on a rank
+        # outside the mesh.
         self.local_options: dict[str, Any] = {}
         if self._fold is None:
             self.sharding: Sharding = sharding_of(op, fine, self.shapes, fixed_options)
@@ -91,15 +99,17 @@ class CallPlan:
             if self.is_in_mesh:
                 self.folded = FoldedCall(op, self._fold, mesh, self.sharding, named, self.shapes)
         self.outputs = self._meshes.coarsen(outputs)  # layout and global shape of each output
-        self.num_constants, self.overwrites = op.num_constants(options), op.overwrites(options)
+        self.num_constants = op.num_constants(options)  # how many of the last outputs have no gradient
+        # Whether backward writes the first operand's gradient into the operand's memory.
+        self.overwrites = op.overwrites(options)
         self._gradient_layouts: dict[Any, GradientLayouts] = {}
         self._specs: Specs = {}  # of the outputs
 
     @classmethod
     def find(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> CallPlan:
-        """Return the cached plan for operands of these shapes, dtypes and layouts; make it if there is none.
+        """The plan for operands of these shapes, dtypes and layouts, and for these options: from the cache, or made.
 
-        Raises as the constructor does.
+        Raises LayoutError as the constructor does.
         """
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
@@ -155,7 +165,10 @@ class CallPlan:
         return tuple(None if each is None else self._fold.from_named(each) for each in found)
 
     def _rule_layouts(self, layouts: Layouts) -> Layouts:
-        """Layouts of the outputs' gradients on the mesh of the op's rule: the fine mesh, in `exact_sums` the named."""
+        """Layouts of the outputs' gradients on the mesh of the op's rule.
+
+        Inside `exact_sums`, this is the mesh named by `exact_sums`; outside, the finest of the operands' meshes.
+        """
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
         if self._fold is None:
             return fine
@@ -174,7 +187,8 @@ class CallPlan:
     def wrap_gradient(self, i: int, local: Tensor, layout: Layout) -> Tensor:
         """Make the gradient of operand i, a DTensor or a plain tensor like the operand, from this rank's local tensor.
 
-        layout: of the gradient, on the mesh of the computation. Raises as `wrap_as_operand`.
+        layout: of the gradient, on the mesh of the computation.
+        Raises LayoutError: for a DTensor as `Meshes.to_operand_mesh`, for a plain operand as `wrap_as_operand`.
         """
         shape, operand_layout = self.shapes[i], self._layouts[i]
         assert shape is not None and operand_layout is not None, "an operand that was left out has no gradient"
@@ -185,7 +199,8 @@ class CallPlan:
     def wrap_gradients(self, locals_: Sequence[Tensor | None], layouts: GradientLayouts) -> list[Tensor | None]:
         """`wrap_gradient` for all operands. None for an operand without a gradient.
 
-        Also None for a plain operand on a rank outside the mesh, where only a DTensor can be empty.
+        Also None for a plain operand on a rank outside the mesh: the gradient is empty there, and a plain operand's
+        gradient must have the operand's shape.
         """
         gradients: list[Tensor | None] = []
         for i, (local, layout) in enumerate(zip(locals_, layouts.operands, strict=True)):

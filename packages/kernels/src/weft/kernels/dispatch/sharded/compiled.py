@@ -66,7 +66,7 @@ class TracedOperands:
         return self.plan.operand_gradient_layouts(*(None if grad is None else layout_of(grad) for grad in grads))
 
     def wrap_gradient(self, i: int, local: Tensor, layout: Layout | None) -> Tensor:
-        """Wrap the local gradient of operand i as the operand is. Raises as `wrap_as_operand`."""
+        """Wrap the local gradient of operand i as the operand is. Raises LayoutError as `wrap_as_operand`."""
         operand = self.tensors[i]
         assert operand is not None and layout is not None, "an operand that was left out has no gradient"
         return wrap_as_operand(self.plan.op, local, layout, operand.shape, not isinstance(operand, DTensor))

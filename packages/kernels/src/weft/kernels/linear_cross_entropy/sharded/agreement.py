@@ -136,7 +136,8 @@ def compare_sizes(
     GPU, `check_gathered` reads sizes only once for each value.
     attempt: returns a result and this rank's sizes, or raises.
     Communication: an all-gather of 36 bytes per rank, also if a rank has failed.
-    Raises as `run_or_report`; ValueError if the host reads the sizes and finds a difference.
+    Raises the error of `attempt`; ValueError if another rank has failed, or if the host reads the sizes and finds a
+    difference.
     """
     (result, sizes), gather = run_or_report(attempt, group, classes, lambda: _row(AgreedSizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]

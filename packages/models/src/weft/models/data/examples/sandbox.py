@@ -98,7 +98,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Called by Jinja for a call in a template, as of `text.center(9)`. Raises TemplateError for large numbers."""
+        """Called by Jinja for a template's call, such as `text.center(9)`. Raises TemplateError for large numbers."""
         if any(isinstance(each, int) and abs(each) > LARGEST_ARGUMENT for each in (*args, *kwargs.values())):
             raise TemplateError(
                 f"it calls {getattr(function, '__name__', 'a function')} with a number above {LARGEST_ARGUMENT:,}"

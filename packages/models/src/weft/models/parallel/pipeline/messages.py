@@ -143,7 +143,10 @@ class Channel:
         return f"{self._key}, {kind}" + (f", after {unsent} not sent" if unsent else "")
 
     def _compare_form(self, message: Any, kind: Any) -> None:
-        """Publish the form of the first message of a kind; compare the form of later messages. Raises as `check`."""
+        """Publish the form of the first message of a kind; compare the form of later messages.
+
+        Raises RuntimeError as `check`.
+        """
         form = form_of(message)
         known = self._forms.get(kind)
         if known is None:

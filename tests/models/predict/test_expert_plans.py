@@ -1,0 +1,127 @@
+"""Plans with experts over ranks of "ep": bounds are near the price and not above, and tokens move in every pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+import torch
+from weft.models import Mixtral, MixtralConfig
+from weft.models.predict.chip import load_chip
+from weft.models.predict.events import Compute, Start
+from weft.models.predict.find_plans import parameters_of
+from weft.models.predict.plan_memory import PlanMemory
+from weft.models.predict.plan_prices import PlanPrices
+from weft.models.predict.plans import Candidate, Space
+from weft.models.predict.stage_traces import StageTraces
+from weft.models.predict.workload import Workload
+
+EXPERTS = MixtralConfig(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, max_seq_len=512,
+    num_experts=8, experts_per_token=2,
+)  # fmt: skip
+
+
+@cache
+def prices_of_experts() -> PlanPrices:
+    with torch.device("meta"):
+        model = Mixtral(EXPERTS)
+    workload = Workload(model=model, rows=8, tokens=512, dtype=torch.bfloat16, clip_norm=1.0, is_compiled=True)
+    return PlanPrices(
+        workload=workload, chip=load_chip("h100"), processes=8, limit=2**40, flops=1.0,
+        memory=PlanMemory(workload=workload, parameters=parameters_of(workload)),
+        stages=StageTraces(workload=workload, num_experts=8),
+    )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        pytest.param({"dp": 8, "ep": 4}, 0.4, id="dp"),
+        pytest.param(
+            {"dp": 2, "cp": 2, "tp": 2, "ep": 4, "context": "ulysses", "zero": 3, "microbatches": 2}, 0.5, id="dp-cp-tp"
+        ),
+        pytest.param(
+            {"dp": 2, "tp": 4, "ep": 8, "over_tp": True, "sequence": True, "microbatches": 2}, 0.5, id="over-tp"
+        ),
+        pytest.param(
+            {
+                "pp": 2,
+                "cp": 2,
+                "tp": 2,
+                "ep": 2,
+                "schedule": "gpipe",
+                "context": "all_gather",
+                "zero": 1,
+                "microbatches": 4,
+            },
+            0.8,
+            id="pp",
+        ),
+        pytest.param(
+            {"pp": 2, "dp": 2, "tp": 2, "ep": 2, "schedule": "1f1b", "recompute": "full", "microbatches": 2},
+            0.8,
+            id="pp-dp",
+        ),
+        pytest.param({"dp": 8, "ep": 2, "microbatches": 4}, 0.0, id="ranks-without-rows"),
+    ],
+)
+def test_the_bound_of_experts_over_ranks_is_a_good_part_of_the_price_and_not_above(
+    plan: dict[str, Any], share: float
+) -> None:
+    """share: the least share of the price; 0 where ranks along "ep" have different numbers of tokens."""
+    candidate = Candidate(**plan)
+    prices = prices_of_experts()
+    seconds, _ = prices.price(candidate)
+    for bound in prices.bounds():
+        assert bound.seconds(candidate) <= seconds * (1 + 1e-9), bound.name
+    if share:
+        assert prices.even_bound(candidate) < prices.experts_bound(candidate) < prices.stage_bound(candidate)
+        assert prices.stage_bound(candidate) > share * seconds
+
+
+def test_tokens_move_to_experts_and_back_in_every_pass_however_parameters_are_sharded() -> None:
+    prices = prices_of_experts()
+
+    def moves(zero: Literal[0, 1, 2, 3]) -> list[tuple[str, int, str, int]]:
+        trace = prices.workload.trace(Candidate(dp=4, ep=4, zero=zero, microbatches=2))
+        return [
+            (segment.phase, segment.microbatch, event.purpose, event.nbytes)
+            for segment in trace.segments
+            for block in segment.blocks
+            for event in segment.events
+            if isinstance(event, Start) and event.axes == ("ep",)
+        ]
+
+    expected = moves(0)
+    assert {purpose for _, _, purpose, _ in expected} == {""}
+    assert Counter(phase for phase, *_ in expected) == {"forward": 2 * 4 * 4, "backward": 2 * 4 * 3}
+    for zero in (1, 2, 3):
+        assert moves(zero) == expected
+
+
+def test_only_sizes_that_divide_the_experts_are_searched() -> None:
+    space = Space(processes=16, rows=1, num_experts=12, schedules=())
+    sizes = {(each.ep, each.over_tp) for each in space.families()}
+    assert sizes == {(1, False), (2, False), (4, False), (2, True), (4, True)}
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "ep": 2, "over_tp": True}], ids=str)
+def test_experts_over_ranks_compute_the_choices_of_one_process_between_them(axes: dict[str, Any]) -> None:
+    """Own tokens and received tokens together: rows divided evenly over all experts, of each a rank has a part."""
+
+    def flops(candidate: Candidate) -> float:
+        trace = prices_of_experts().workload.trace(candidate)
+        return sum(
+            trace.count(segment) * event.flops
+            for segment in trace.segments
+            for event in segment.events
+            if isinstance(event, Compute) and event.name == "experts"
+        )
+
+    assert flops(Candidate()) > 0
+    ranks = axes.get("dp", 1) * axes.get("tp", 1)
+    assert ranks * flops(Candidate(**axes)) == flops(Candidate())
