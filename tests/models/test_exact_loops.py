@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from weft.kernels import cross_entropy
@@ -27,6 +28,7 @@ from weft.models import (
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.rope_scaling import DynamicRopeScaling
+from weft.models.step.find_gradients import clip_gradients
 from weft.reshard import Muon, clip_grad_norm_, to_global
 
 SIZES: dict[str, Any] = {
@@ -96,6 +98,27 @@ def test_norms_and_optimizers_outside_of_the_step_are_exact(pool: Any, optimizer
 @pytest.mark.parametrize("family", CONFIGS)
 def test_losses_of_microbatches_and_of_routers_are_exact(pool: Any, family: str, microbatches: int) -> None:
     check_same(pool, "adamw", family, microbatches)
+
+
+def norm_of_frozen_stage(stages: int) -> Tensor:
+    """Clips outside of the step. The last layer and the head are frozen: with two stages, the whole last stage."""
+    model = make_model(CONFIGS["llama"])
+    initialize(model, seed=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0." in name or "embed" in name)
+    pipeline = PipelinePlan(schedule="1f1b", microbatches=2) if stages > 1 else None
+    axes = {"pp": stages, "dp": 1, "tp": 1} if stages > 1 else {"dp": 1, "tp": 1}
+    plan = replace(model.parallel_plan(), exact=EXACT, pipeline=pipeline)
+    model = parallelize(model, ProcessMesh.grid(**axes), plan)
+    assert any(each.requires_grad for each in model.parameters()) == (dist.get_rank() == 0)
+    forward_backward(model, cross_entropy, *batch(), microbatches=2)
+    return clip_gradients(model, 0.1)
+
+
+def test_a_frozen_stage_takes_part_in_the_exact_norm(pool: Any) -> None:
+    (alone,) = pool.run(norm_of_frozen_stage, 1, ranks=1)
+    for norm in pool.run(norm_of_frozen_stage, 2, ranks=2):
+        assert torch.equal(norm, alone)
 
 
 def train_from_meta(sizes: tuple[int, int], zero: int, adapted: bool) -> list[Tensor]:
