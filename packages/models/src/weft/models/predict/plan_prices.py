@@ -50,7 +50,8 @@ class PlanPrices:
     memory: PlanMemory
     stages: StageTraces  # traces of stages without data axes
     # Results found before, by the arguments:
-    _works: dict[tuple[Candidate, int, int], StageWork | None] = field(default_factory=dict)
+    _least_works: dict[Candidate, StageWork | None] = field(default_factory=dict)
+    _works: dict[tuple[Candidate, int], StageWork | None] = field(default_factory=dict)
     _data: dict[tuple[Candidate, int, int, int], DataWork | None] = field(default_factory=dict)
     _seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -264,28 +265,26 @@ class PlanPrices:
 
     def _floors(self, key: Candidate) -> StageWork | None:
         """Lower bounds of the work of a step with all rows on rank 0, from the trace of `key`; None if refused."""
-        known = key, self.workload.rows * key.dp, 1
-        if known not in self._works:
-            trace = self._trace(*known[:2])
+        if key not in self._least_works:
+            trace = self._trace(key, self.workload.rows * key.dp)
             floor = partial(floor_seconds, chip=self.chip)
-            self._works[known] = None if trace is None else work_of(trace, floor, lambda start: 0.0)
-        return self._works[known]
+            self._least_works[key] = None if trace is None else work_of(trace, floor, lambda start: 0.0)
+        return self._least_works[key]
 
     def _prices(self, key: Candidate, rows: int) -> StageWork | None:
         """Prices of a microbatch on a stage with all blocks, without collectives over "dp"; None if refused.
 
         rows: of a microbatch, over all ranks.
         """
-        known = key, rows, 0
-        if known not in self._works:
+        if (key, rows) not in self._works:
             trace = self._trace(key, rows)
             price = partial(seconds_of, chip=self.chip)
 
             def seconds(start: Start) -> float:
                 return 0.0 if "dp" in start.axes else self._transfer(start)
 
-            self._works[known] = None if trace is None else work_of(trace, price, seconds, self._host)
-        return self._works[known]
+            self._works[key, rows] = None if trace is None else work_of(trace, price, seconds, self._host)
+        return self._works[key, rows]
 
     def _data_floors(self, candidate: Candidate) -> DataWork | None:
         """Lower bounds of the data axes' collectives and of the update; 0 with "ep", and None for a refused plan.
