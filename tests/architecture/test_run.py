@@ -51,6 +51,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "sessions", "passed_on"),
     [
@@ -118,6 +119,7 @@ def test_ctrl_c_while_python_starts_is_one_line(checkout: Path, arguments: list[
     assert (done.returncode, done.stderr) == INTERRUPTED
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("end", "expected"),
     [

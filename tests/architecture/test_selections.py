@@ -92,22 +92,26 @@ def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
     assert steps - {name for test in sampled if "tests/reshard/" in test["name"] for name in test["uses"]} == set()
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt", "mixtral", "qwen3-moe"])
 def test_every_family_is_sampled_on_processes(sampled: list[Test], family: str) -> None:
     assert any(family in parameters for parameters in of_models_on_processes(sampled))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("level", range(4))
 def test_every_level_of_zero_is_sampled_on_processes(sampled: list[Test], level: int) -> None:
     assert any(f"zero{level}" in parameters for parameters in of_models_on_processes(sampled))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 def test_every_schedule_is_sampled_on_processes(sampled: list[Test], schedule: str) -> None:
     spellings = (schedule, schedule.replace("_", "-"))
     assert any(each in parameters for parameters in of_models_on_processes(sampled) for each in spellings)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("axis", ["pp", "dp", "cp", "tp", "ep"])
 def test_every_axis_is_sampled_on_processes(sampled: list[Test], axis: str) -> None:
     assert any(f"{axis}2" in parameters for parameters in of_models_on_processes(sampled))

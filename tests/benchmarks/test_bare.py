@@ -72,6 +72,7 @@ def test_a_bare_machine_collects_the_tests_that_need_a_gpu() -> None:
     assert "test_values.py" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_packages_absent_on_a_bare_machine_cannot_be_imported() -> None:
     done = bare("tests/support/test_sample.py", "-q", "--collect-only")
     assert "No module named 'hypothesis'" in done.stdout + done.stderr

@@ -231,6 +231,7 @@ def test_rows_are_ways_and_losses_are_told_from_one_process() -> None:
     assert [figure.note.split(",")[0] for figure in second] == ["Loss by step", "Difference to Weft"]
 
 
+@pytest.mark.exhaustive
 def test_an_unreadable_file_is_told_in_a_line_and_the_rest_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

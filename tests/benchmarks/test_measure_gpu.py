@@ -94,6 +94,7 @@ def test_new_pieces_come_before_pieces_that_go_on() -> None:
     assert [each.name for each in due(pieces, states, 1)] == ["new", "goes-on", "failed"]
 
 
+@pytest.mark.exhaustive
 def test_pieces_end_fail_and_run_out_of_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pieces = [
         python("well", "print('it is well')"),

@@ -28,6 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 def test_all_ways_take_the_same_step(alone: None) -> None:
     rows, failed = speed.of_steps(SMALL, 2, 8, "cpu", Host(), rounds=2)
     torchs = "DistributedDataParallel"

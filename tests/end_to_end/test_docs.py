@@ -27,8 +27,11 @@ QUICK = re.compile(
 # Commands run one after another, in a folder with this repository's licence, and their output.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
-# Guides whose programs are covered by the tests of the benchmarks, of `patch` and of tests/models/checkpoints.
-LONG = {"benchmark", "transformers", "checkpoints"}
+# Guides whose programs take long, and whose subjects have tests under tests/models or tests/benchmarks.
+LONG = {
+    *("benchmark", "checkpoints", "context", "exact", "fine_tune", "lora", "mixed_precision", "pipelines", "plans"),
+    *("sharded_optimizers", "transformers", "two_models"),
+}
 CASES = [
     pytest.param(path, id=path.relative_to(ROOT).as_posix(), marks=[pytest.mark.exhaustive] * (path.stem in LONG))
     for path in PAGES

@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs/guides/exact.md").read_text()
 REFUSED = re.findall(r"^\| `([^`]*--plan\.exact [^`]*)` \| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[options for options, _ in REFUSED])
 def test_options_refused_by_the_guide_are_refused(
     options: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def write(file: Path, program: str, time: int) -> None:
     find_class.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_guide_find_its_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return settle
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("launcher", "count", "arguments"), COMMANDS, ids=[f"{at}-{launcher}" for at, (launcher, *_) in enumerate(COMMANDS)]
 )

@@ -140,6 +140,7 @@ def losses_of(pool, make: Make, ranks: int) -> list[float]:
     return losses[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "makes",
     [

@@ -28,6 +28,7 @@ class TestLayout:
         assert "|\x1b[36m 0   \x1b[0m|\x1b[33m 1   \x1b[0m|" in sent
         assert ESCAPE.sub("", sent) == DRAWN
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("settings", PLAIN)
     def test_a_drawing_is_plain_on_a_terminal_without_colour(self, settings: dict[str, str]) -> None:
         assert on_terminal(LAYOUT, **settings) == (0, DRAWN)
@@ -79,6 +80,7 @@ class TestHelp:
         assert written.isascii()
         assert "\x1b" not in written
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize(
         ("command", "ends"),
         [
@@ -95,6 +97,7 @@ class TestHelp:
             said = process.stderr.read()
             assert (process.wait(), said) == (ends, "")
 
+    @pytest.mark.exhaustive
     def test_help_names_the_program_as_the_user_called_it(self) -> None:
         command, named = (sys.executable, "-c", COMMANDS), environment(WEFT_PROGRAM="./run")
         done = subprocess.run(command, env=named, capture_output=True, text=True, check=False)
@@ -148,6 +151,7 @@ class TestStepsOfTraining:
         "check" if step is None else f"step {step}/3 {step / 3:4.0%}  {some_metrics()}" for step in (1, None, 2, 3)
     )
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("columns", [40, 80, 140])
     def test_a_terminal_has_one_place_for_them_where_nothing_is_cut_off(self, columns: int) -> None:
         status, sent = on_terminal(self.COMMAND, columns=columns)
@@ -166,6 +170,7 @@ class TestStepsOfTraining:
         status, sent = on_terminal(self.COMMAND, **settings)
         assert (status, sent.splitlines()) == (0, [*self.LINES, "after"])
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("settings", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "force-color"])
     def test_a_pipe_has_lines(self, settings: dict[str, str]) -> None:
         status, written = in_pipe(self.COMMAND, **settings)
@@ -194,6 +199,7 @@ class TestPreparing:
         assert "━" not in result
         assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h") == 1  # the cursor is hidden, and comes back
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("settings", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "force-color"])
     def test_a_pipe_has_none(self, settings: dict[str, str], tmp_path: Path) -> None:
         status, written = in_pipe(self.command(tmp_path), **settings)

@@ -134,6 +134,7 @@ def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:
     read_all(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("full_after", [0, 1, 2])
 def test_a_full_disk_leaves_nothing_and_what_was_there(
     full_after: int, folder: Path, monkeypatch: pytest.MonkeyPatch

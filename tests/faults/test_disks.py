@@ -36,6 +36,7 @@ def remount(disk: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", disk], check=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "way",
     [

@@ -93,6 +93,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_not(
     assert (found.kills, found.survived) == (1, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", ["weights", "steps"])
 def test_a_kill_that_a_run_does_not_survive_is_counted(
     wrong: str, folder: Path, truths: Truths, pool: Pool, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_a_kill_that_a_run_does_not_survive_is_counted(
     assert str(survive(pool, WAYS["pp2"], run, [Victim(0)], truth)).startswith("0 of 1 kills survived")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_killed_after_its_last_step_exports_the_same(
     rank: int, folder: Path, truths: Truths, pool: Pool

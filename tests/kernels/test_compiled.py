@@ -50,6 +50,7 @@ WHERE = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", WHERE, indirect=True)
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
 @pytest.mark.parametrize("options", ASKED)
@@ -63,6 +64,7 @@ def test_a_loss_compiles_to_one_graph(device, loss, options):
     torch.testing.assert_close(*(torch.autograd.grad(each, case.leaves()) for each in (traced, plain)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
 def test_a_compiled_loss_raises_what_it_raises_otherwise(loss):
     torch._dynamo.reset()
@@ -72,6 +74,7 @@ def test_a_compiled_loss_raises_what_it_raises_otherwise(loss):
         compiled(*case.leaves(), torch.full_like(case.target, V))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wanted", [[True, True, True], [False, True, False]], ids=["all", "weight-alone"])
 def test_the_custom_ops_are_what_they_declare(device, reduction, wanted):

@@ -80,6 +80,7 @@ def by_group(form: str, options: dict[str, Any], backend: str) -> None:
 FORMS = ["logits", "product", "sequence-parallel"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_by_the_group_it_compiles_to_one_graph(pool: Pool, form, options):
@@ -102,6 +103,7 @@ def compared_gradients() -> list[Any]:
     return [each.kwargs["wanted"] for each in check.call_args_list]
 
 
+@pytest.mark.exhaustive
 def test_ranks_compare_the_chunks_that_their_own_gradients_need(pool: Pool):
     """A frozen weight may mean other chunks than a weight with a gradient, and another number of gathers."""
     dtype = torch.float32
@@ -127,6 +129,7 @@ def collectives_of_the_group(form: str) -> list[int]:
     return collectives_of(*of_the_group(form, {}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "count"), [("logits", 1), ("product", 4)])
 def test_compiled_it_gathers_as_often(pool: Pool, form, count):
     """12 tokens in chunks of 5: three gathers, after one in which the ranks agree."""
@@ -142,6 +145,7 @@ def told(form: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["logits", "product"])
 def test_compiled_every_rank_is_told_of_anothers_mistake(pool: Pool, form):
     assert pool.run(told, form, ranks=2) == [
@@ -258,6 +262,7 @@ def refused() -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_compiled_layouts_that_do_not_fit_are_named(pool: Pool):
     for message in pool.run(refused, ranks=4):
         assert "reshard the target to (" in message

@@ -126,6 +126,7 @@ def elsewhere() -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_reshard_to_another_mesh_is_refused_with_the_remedy(pool: Pool) -> None:
     for message in pool.run(elsewhere):
         assert "compiled code reshards by placements, on the tensor's mesh; call reshard outside" in message

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernels.assertions import NAMES, compiled
 from tests.support.pool import Pool
 
 ASSERTION = "__assertfail"  # the function that PTX calls when an assertion fails
 
 
+@pytest.mark.exhaustive
 def test_the_device_assertion_is_compiled_in_debug_mode_alone():
     with Pool() as fresh:  # whose kernels are not interpreted
         (found,) = fresh.run(compiled, ranks=1)

@@ -143,9 +143,9 @@ def test_indices_beyond_32_bits(device: str) -> None:
 
 
 def test_an_element_is_dropped_where_its_bits_are_below_p(device: str) -> None:
-    x = torch.ones(64, device=device)
-    bits = oracle.halves(torch.arange(64), KEY)
-    for i in range(64):
+    x = torch.ones(16, device=device)
+    bits = oracle.halves(torch.arange(16), KEY)
+    for i in range(16):
         at, above = int(bits[i]) / 2**16, (int(bits[i]) + 1) / 2**16
         assert kernels.dropout(x, at, KEY)[i] > 0
         assert kernels.dropout(x, above, KEY)[i] == 0
@@ -251,6 +251,7 @@ def test_recomputation_draws_the_mask_again(device: str) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.exhaustive
 def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
     x = normal((5, 5000), torch.bfloat16).requires_grad_()
     each = Traffic(loaded=2 * x.numel(), stored=2 * x.numel())

@@ -153,6 +153,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "named", "sizes"), cases())
 def test_a_rank_computes_what_its_coordinates_compute_on_the_named_mesh(
     pool: Any, name: str, named: ProcessMesh, sizes: dict[str, int]

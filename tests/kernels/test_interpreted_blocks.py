@@ -9,6 +9,7 @@ from weft.models import Llama, LlamaConfig
 from tests.models.test_saved import LLAMA, filled, kept
 
 
+@pytest.mark.exhaustive
 def test_a_llama_block_keeps_no_more_by_kernels(interpreted: None) -> None:
     model = filled(Llama(LlamaConfig(**LLAMA)))
     units = kept(model, model.layers[1], torch.zeros(1, 8, dtype=torch.int64))

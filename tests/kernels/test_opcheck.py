@@ -117,6 +117,7 @@ def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
     return calls.seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", CALLS)
 def test_an_op_passes_torchs_opcheck(names: str, interpreted: None) -> None:
     seen = called(CALLS[names])

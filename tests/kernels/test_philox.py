@@ -135,6 +135,7 @@ def test_bits_are_the_oracles(name: str, key: int, device: str, path: str) -> No
     assert torch.equal(drawn(part, key, device, path), oracle.bits(indices(part), key))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_ranks_bits_are_its_part_of_the_whole_in_every_layout(shape: tuple[int, ...], device: str, path: str) -> None:
     for part in local_parts(shape):

@@ -109,6 +109,7 @@ def test_a_layer_of_no_experts_computation_gives_the_tokens_back(device: str) ->
     torch.testing.assert_close(combine(rows, experts, weights), x)
 
 
+@pytest.mark.exhaustive
 def test_every_run_gives_the_same_bits(device: str) -> None:
     experts, weights = ints(5, 60, 3).to(device), normal(60, 3).float().to(device)
     y = normal(180, H).bfloat16().to(device)

@@ -268,6 +268,7 @@ def on_ranks() -> None:
         check_upstream_refused(name, layout)
 
 
+@pytest.mark.exhaustive
 def test_of_dtensors(pool: Pool):
     pool.run(on_ranks, ranks=2)
 
@@ -305,6 +306,7 @@ def check_refused_where_compiled(name: str, layout: Layout | None = None) -> Non
             way(compiled(*operands).sum(), leaves)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_of_compiled_losses(name):
     check_refused_where_compiled(name)

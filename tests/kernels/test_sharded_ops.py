@@ -164,6 +164,7 @@ TAKEN = {
 QUICK = ("add", "cross_entropy-mean", "swiglu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -71,6 +71,7 @@ def attention_on_mesh(name: str) -> None:
             torch.testing.assert_close(to_global(one.detach()), other, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["queries-by-four", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("rows", "queries", "heads"))]
 )

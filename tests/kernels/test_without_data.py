@@ -198,6 +198,7 @@ def one_of_two() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["fake", "meta"])
 @pytest.mark.parametrize("name", OF_GROUPS)

@@ -91,6 +91,7 @@ def table() -> list[Any]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "plan"), table())
 def test_a_mesh_errs_as_one_process_under_autocast(family: str, plan: str, pool: Any) -> None:
     truth, one = alone(family, torch.float64), alone(family, torch.bfloat16)

@@ -94,6 +94,7 @@ def test_data_that_cannot_be_prepared_is_one_line_and_leaves_no_folder_taken_as_
     assert not Path("out/manifest.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_a_process_of_several_is_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "data",
@@ -141,6 +142,7 @@ def test_left_out_files_are_counted_and_named(capsys: pytest.CaptureFixture[str]
     assert out.splitlines()[1] == "left out 2 empty documents, 0 bad lines, 1 file not in UTF-8: folder/c.png"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["bytes", pytest.param("bpe", marks=pytest.mark.exhaustive)])
 def test_a_line_of_ten_megabytes_is_a_document(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("long.jsonl").write_text(GOOD + json.dumps({"text": "long line " * 1_000_000}) + "\n" + GOOD)

@@ -106,6 +106,7 @@ def test_step_1_has_the_loss_of_the_folders_model(name: str, plan: str, source: 
         assert all(" on one: within 1e-06" in line for line in said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["seed", "origin", "resume"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_loss_than_on_one_process_ends_the_run(source: str, ranks: int, folder: Path, pool: Pool) -> None:
@@ -144,6 +145,7 @@ def test_a_loss_that_is_not_finite_is_not_within(loss: float) -> None:
     assert not Report(enabled=False).check_loss(5.0, loss, 2, "float32")
 
 
+@pytest.mark.exhaustive
 def test_a_folder_in_16_bits_is_trained_in_32(tmp_path: Path, folder: Path, pool: Pool) -> None:
     their_model("llama", vocab_size=257).to(torch.bfloat16).save_pretrained(tmp_path / "half")
     (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes())

@@ -92,6 +92,7 @@ def set_ends(folder: Path, *ends: int) -> None:
 
 
 class TestAnswers:
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("system", [None, "Answer as a weaver would."], ids=["plain", "system"])
     def test_a_conversation_is_transformers_token_for_token(self, chat: Chat, folder: Path, system: str | None) -> None:
         set_ends(folder)
@@ -155,6 +156,7 @@ class TestAnswers:
         assert tokenizer.decode(chat.prompts[0]) == "[user] warp "
         assert len(chat.tokens[0]) == 3
 
+    @pytest.mark.exhaustive
     def test_a_long_conversation_leaves_out_its_oldest_turns_and_says_so_once(self, chat: Chat, folder: Path) -> None:
         set_ends(folder)
         lines = [f"{number} is the number of this message." for number in range(30)]

@@ -167,6 +167,7 @@ def test_trl_6076_a_right_loss_with_half_more_communication_fails_and_names_the_
     assert f"  -{count} all-gather over tp" in out and f"in forward, was issued by {who} at my_models.py:{line}" in out
 
 
+@pytest.mark.exhaustive
 def test_github_gets_annotations_and_a_table(weft: Weft, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(MODULE)
     weft("explain", *NET, "--save", "golden.json")
@@ -237,6 +238,7 @@ def test_options_of_a_file_are_read_anew_and_paths_are_relative_to_the_golden_fi
     )
 
 
+@pytest.mark.exhaustive
 def test_sizes_that_this_machine_chose_are_those_of_the_file(
     weft: Weft, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +247,7 @@ def test_sizes_that_this_machine_chose_are_those_of_the_file(
     assert weft("check", "golden.json")[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_users_allowances_are_kept_when_the_file_is_saved_again(weft: Weft, folder: Path) -> None:
     weft("explain", *SMALL, "--save", "golden.json")
     path = Path("golden.json")
@@ -276,6 +279,7 @@ def saved() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.every_value
 @pytest.mark.parametrize(
     ("command", "message"),

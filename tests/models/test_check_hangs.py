@@ -19,6 +19,7 @@ def status(arguments: Sequence[str]) -> int:
     return int(end.value.code or 0)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_hang(capsys: pytest.CaptureFixture[str]) -> None:
     assert status(["check", "--hangs", *RUN]) == 0
     out = capsys.readouterr().out

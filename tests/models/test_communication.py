@@ -92,6 +92,7 @@ def own_model(dp: int, tp: int) -> tuple[Communication, Communication]:
     return recorded, observed_step(model, squared, tokens, target, clip_norm=1.0)[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])
 def test_a_users_own_model_and_criterion_are_recorded_as_they_run(dp: int, tp: int, pool) -> None:
     for recorded, issued in pool.run(own_model, dp, tp, ranks=4):
@@ -177,6 +178,7 @@ def test_the_bytes_of_a_reshard_are_those_of_its_plan() -> None:
 TORCHS_MESH = ("_mesh_layout.py", "_pycute/int_tuple.py") if torch.__version__ < "2.12" else ()
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
     """Counts Python calls, generators' too: code that lists ranks would show."""
 
@@ -204,6 +206,7 @@ def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
     assert large.select(axis="dp").nbytes > 1.1 * small.select(phase="gradients", axis="dp").nbytes
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_one_mesh_differ_where_their_parts_do() -> None:
     model, mesh = on_meta(replace(CONFIG, vocab_size=31)), ProcessMesh.grid(dp=1, tp=4)
     found = [record(model, mesh, batch=(2, 3), rank=rank) for rank in range(4)]

@@ -88,6 +88,7 @@ DOORS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_ids_tokenizer_and_chat_template_go_through(kind, door, tmp_path):
@@ -126,6 +127,7 @@ def through_a_mesh(source, target, axes, plan):
     save_pretrained(fresh, f"{target}/saved")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
 def test_companions_are_kept_through_load_and_save_on_a_mesh(pool, axes, tmp_path):
     their_folder("llama", tmp_path / "theirs")

@@ -143,6 +143,7 @@ def edited(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -64,6 +64,7 @@ ONE = {"dp": 1, "tp": 1}
 PLACES = {"forward": "layers.1.input_layernorm", "start": "layers.1.mlp.down_proj.weight", "update": ""}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("phase", PLACES)
 def test_a_unit_in_the_last_place_is_rounding_without_exact_and_a_bug_with_it(
     phase: str, text: str, pool: Pool
@@ -107,6 +108,7 @@ def test_digests_under_exact_have_the_same_bits_on_every_mesh(
     assert judge.exact == NAMED and judge.tensors > 60
 
 
+@pytest.mark.exhaustive
 def test_the_promise_of_bits_needs_the_same_facts(text: str, pool: Pool) -> None:
     options = {"model": FAMILIES["llama"]}
     run = found_by(pool, text, ONE, {"exact": NAMED}, options, "", 2)
@@ -121,6 +123,7 @@ def test_the_promise_of_bits_needs_the_same_facts(text: str, pool: Pool) -> None
     assert describe_facts(differing_facts([run, run]), ("a", "b")) == ""
 
 
+@pytest.mark.exhaustive
 def test_weights_of_unknown_steps_may_differ_by_rounding(text: str, pool: Pool) -> None:
     """Runs that share no first step: their histories may have been without `exact`."""
     options, faulty = {"model": FAMILIES["llama"]}, "forward"

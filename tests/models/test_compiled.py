@@ -206,6 +206,7 @@ def test_packed_rows_compile_to_one_graph_on_ranks(pool: Pool) -> None:
     pool.run(packed_rows_on_ranks, ranks=4)
 
 
+@pytest.mark.exhaustive
 def test_a_key_that_is_an_int_is_compiled_in_and_says_so() -> None:
     torch._dynamo.reset()
     model = Llama(replace(SHORT, dropout=0.3))

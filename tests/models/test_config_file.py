@@ -35,6 +35,7 @@ def parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
     return read_configuration(arguments, file, command="train", about="")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_what_its_file_says(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -48,6 +49,7 @@ def test_every_option_comes_back(tmp_path: Path) -> None:
     assert parsed([], file) == ("llama-tiny", OTHER)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("data", "read"),
     [
@@ -87,6 +89,7 @@ def test_where_results_go_is_not_taken_over(tmp_path: Path) -> None:
     assert "output" not in as_toml("llama-tiny", replace(OTHER, output=Path("somewhere")))
 
 
+@pytest.mark.exhaustive
 def test_print_config_prints_what_would_run_and_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--print-config", "--mesh.tp", "4", "--steps", "5"])
@@ -140,6 +143,7 @@ def commands() -> list[str]:
     return sorted(command for command in found if not any(option in command for option in elsewhere))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", commands())
 def test_a_command_that_is_shown_is_taken(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ def logits_as_read(kind: str) -> tuple[Tensor, str]:
     return laid.as_read(to_global(logits)).detach(), str(layout_of(logits))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_put_back_as_the_tokens_are_read(kind: str, pool: Any) -> None:
     expected = make()(batch(11)["tokens"]).detach()

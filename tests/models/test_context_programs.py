@@ -112,7 +112,7 @@ def off(mesh: str, seeds: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_random_steps(mesh: str, portion: Portion, pool: Pool) -> None:
-    seeds = [*portion.of(SEEDS, every=12)]
+    seeds = [*portion.of(SEEDS, every=24)]
     ranks = ProcessMesh.grid(**MESHES[mesh]).size
     for wrong in pool.run(off, mesh, seeds, ranks=ranks, timeout=400):
         assert wrong == []

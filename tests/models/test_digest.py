@@ -86,6 +86,7 @@ def test_blocks_cover_the_tensor_once() -> None:
         assert torch.equal(count, torch.ones(shape))
 
 
+@pytest.mark.exhaustive
 def test_the_sketch_estimates_the_norm_of_a_difference() -> None:
     """Without bias, and within a factor of two for nearly all of 200 differences, of one element up to all."""
     generator, ratios = torch.Generator().manual_seed(3), []

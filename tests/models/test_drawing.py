@@ -41,6 +41,7 @@ def test_the_tokens_that_are_kept_are_those_of_transformers(top_k: int | None, t
         assert torch.equal(filter_logits(given, top_k, top_p), warped(given, top_k, top_p))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"top_p": 0.3}, {"top_k": 5, "top_p": 0.8}, {"top_k": 5}], ids=str)
 def test_no_token_is_drawn_that_is_not_kept(options: dict[str, Any]) -> None:
     model, prompt = make(SMALL), some_tokens(SMALL, 3, 5)
@@ -178,6 +179,7 @@ class TestCommand:
         first = min(free.index(free[4]), free.index(free[9]))
         assert capsys.readouterr().out == byte_tokenizer().decode([*prompt, *free[:first]]) + "\n"
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("kind", ["llama-2", "byte-level-with-template", "sequence-with-tokens-added"])
     def test_generate_prints_the_text_of_transformers(
         self, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -233,6 +235,7 @@ class TestCommand:
             self.given(tmp_path, *arguments)
         assert (end.value.code, capsys.readouterr().err) == (2, f"weft generate: {message}\n")
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("temperature", ["0", "1"])
     def test_a_model_of_no_numbers_is_said(

@@ -81,6 +81,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_the_loss_of_conversations(capsys, folder: Path, tmp_path: Path, batch_size: int) -> None:
     file = write(tmp_path / "chats.jsonl", CHATS)
@@ -101,6 +102,7 @@ def of_pairs(folder: Path) -> torch.Tensor:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_accuracy_of_pairs(capsys, folder: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", PAIRS)
     found = evaluated(capsys, folder, "--data", file)
@@ -111,6 +113,7 @@ def test_the_accuracy_of_pairs(capsys, folder: Path, tmp_path: Path) -> None:
     assert "reward_margin" not in found and "dpo_loss" not in found
 
 
+@pytest.mark.exhaustive
 def test_the_rewards_of_pairs(capsys, folder: Path, reference: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", PAIRS)
     found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--dpo.beta", BETA)
@@ -130,6 +133,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_losses_of_pairs(capsys, folder: Path, reference: Path, tmp_path: Path, name: str) -> None:
     """With each option of training. Under means over an answer's tokens, the rewards are means, too."""
@@ -157,6 +161,7 @@ def test_a_model_that_is_its_own_reference_has_no_rewards(capsys, folder: Path, 
     assert (found["reward_margin"], found["reward_accuracy"]) == (0, 0)
 
 
+@pytest.mark.exhaustive
 def test_the_rewards_of_judged_answers(capsys, folder: Path, reference: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "judged.jsonl", JUDGED)
     found = evaluated(capsys, folder, "--data", file, "--reference", reference, "--kto.beta", BETA)

@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("within", ["", "checkpoint"], ids=["run", "final-model"])
 @pytest.mark.parametrize("task", CASES)
 def test_the_options_of_the_run_are_taken(

@@ -105,6 +105,7 @@ def all_reduce_bytes(elements: int, ranks: int, itemsize: int, *, padded: bool =
     return math.ceil(2 * (ranks - 1) * elements / ranks) * itemsize
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [LLAMA, WIDE, GPT], ids=["llama", "wide", "gpt"])
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)

@@ -88,6 +88,7 @@ def check_same(pool: Any, *arguments: Any) -> None:
             assert torch.equal(expected, value), f"{sizes}: value {number} of {len(first)}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_norms_and_optimizers_outside_of_the_step_are_exact(pool: Any, optimizer: str) -> None:
     check_same(pool, optimizer, "llama", 1)
@@ -138,7 +139,6 @@ def train_from_meta(sizes: tuple[int, int], zero: int, adapted: bool) -> list[Te
     return [to_global(each.detach()) for each in model.parameters()]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("zero", "adapted"), [(1, False), (3, False), (1, True)], ids=["zero-1", "zero-3", "adapters"])
 def test_steps_on_shards_are_exact_after_allocation(pool: Any, zero: int, adapted: bool) -> None:
     first, *further = [pool.run(train_from_meta, (dp, 1), zero, adapted, ranks=dp)[0] for dp in (1, 2, 4)]
@@ -181,6 +181,7 @@ def unweighted(logits: Tensor, targets: Tensor) -> Any:
     return cross_entropy(logits, targets)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"pp": 2, "dp": 2, "tp": 1}], ids=["dp-2", "pp-2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_recorded_step_takes_and_refuses_criteria_as_a_real_step(axes: dict[str, int], rank: int) -> None:
@@ -250,6 +251,7 @@ def check_in_context(pool: Any, meshes: list[dict[str, int]], *arguments: Any) -
             assert torch.equal(expected, value), f"{mesh}: value {number} of {len(first)}"
 
 
+@pytest.mark.exhaustive
 @DTYPES
 @PACKED
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
@@ -295,6 +297,7 @@ def test_sums_of_torch_in_a_model_are_refused(pool: Any, output: str) -> None:
             assert f"torch's {output} of a DTensor cannot run with exact dp=4" in message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("output", ["elements", "rows"])
 def test_torch_on_elements_and_rows_is_exact(pool: Any, output: str) -> None:
     first, second = (pool.run(with_output, output, (dp, 1), ranks=dp)[0] for dp in (1, 2))

@@ -174,6 +174,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.every_value
 @pytest.mark.parametrize("case", COMMANDS)
 @pytest.mark.parametrize("command", ["train", "explain", "check --hangs"])

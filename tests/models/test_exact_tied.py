@@ -193,6 +193,7 @@ def closed_under_zero(zero: int, is_closed: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_another_synchronization_finishes_what_a_closed_one_leaves(pool: Any, zero: int) -> None:
     truth, *_ = pool.run(closed_under_zero, zero, False, ranks=2)
@@ -220,6 +221,7 @@ def two_of_a_frozen_table(first_waits: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first_waits", [True, False])
 def test_a_frozen_table_of_two_synchronizations_gets_both_uses(pool: Any, first_waits: bool) -> None:
     truths = [pool.run(one_step, number, ranks=1)[0] for number in range(2)]
@@ -241,6 +243,7 @@ def wide_gradients(zero: int) -> list[torch.dtype]:
     return [table_of(model).grad.dtype, stand_in.grad_dtype]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no grad_dtype")
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_use_has_the_gradient_dtype_of_its_parameter(pool: Any, zero: int) -> None:
@@ -273,6 +276,7 @@ def unfrozen(ranks: int, zero: int, late: bool) -> Tensor:
     return to_global(table_of(model).grad)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_table_that_begins_to_learn_late_gets_the_gradients_of_both_uses(pool: Any, zero: int) -> None:
     (truth,) = pool.run(unfrozen, 1, 0, False, ranks=1)

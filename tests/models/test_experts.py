@@ -220,6 +220,7 @@ def test_biases_move_to_an_even_load_by_their_rate() -> None:
         torch.testing.assert_close(bias.detach(), 0.01 * sign)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "kind"),
     [

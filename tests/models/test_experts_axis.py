@@ -173,6 +173,7 @@ def in_bfloat16(ep: int | None) -> tuple[float, dict[str, Tensor], list[Any]]:
     return found.loss.item(), gradients, [each for each in count.take_each() if each.axes == ("ep",)]
 
 
+@pytest.mark.exhaustive
 def test_tokens_move_in_the_dtype_of_autocast(pool: Any) -> None:
     loss, gradients, _ = in_bfloat16(None)
     rows = ROWS // 2 * T  # received from the other rank
@@ -196,6 +197,7 @@ def adapted(ep: int | None) -> dict[str, Tensor]:
     return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 
 
+@pytest.mark.exhaustive
 def test_adapters_train_beside_frozen_experts(pool: Any) -> None:
     truth = adapted(None)
     for found in pool.run(adapted, 2, ranks=2):

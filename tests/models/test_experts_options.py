@@ -32,6 +32,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.exhaustive
 def test_explain_says_how_tokens_come_to_experts_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     out = explained(capsys, *TINY, "--mesh.ep", "4", "--data.batch-size", "8")
     assert "4 processes, mesh dp=4 x tp=1, experts over ep=4" in out.splitlines()[0]
@@ -64,6 +65,7 @@ def test_each_rank_holds_its_experts_alone(capsys: pytest.CaptureFixture[str]) -
     assert whole - parts == 4 * 3 * 128 * 188 * 8 * 4 * 3 // 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +93,7 @@ def test_options_that_do_not_fit_are_refused(
     assert message in refusal(capsys, *arguments)
 
 
+@pytest.mark.exhaustive
 def test_ep_adds_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert MeshConfig().ep == 1
     assert PlanConfig().options(1, 1)["experts"] is None

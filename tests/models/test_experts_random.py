@@ -279,6 +279,7 @@ def seeds(ranks: int, sample: int, most: int) -> list[Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "some"), [*seeds(2, 3, 33), *seeds(4, 3, 63), *seeds(8, 1, 25)])
 def test_random_mixtures_under_random_plans_train_as_on_one_process(ranks: int, some: range, pool: Any) -> None:
     cases = [(seed, case, train(case, case.model())) for seed in some for case in [draw(seed, ranks)]]
@@ -338,6 +339,7 @@ def on_another_mesh(case: Case, seed: int) -> Case:
     return replace(case, sizes={"dp": ranks}, changes=changes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("some", [range(2), pytest.param(range(2, 30), marks=pytest.mark.exhaustive)], ids=str)
 def test_muon_updates_experts_on_every_mesh_as_on_one_process(some: range, tmp_path: Path, pool: Any) -> None:
     cases = []

@@ -125,6 +125,7 @@ def test_generates_the_tokens_of_one_process_and_so_does_a_copy(mesh: str, use_c
         assert torch.equal(of_copy, expected)
 
 
+@pytest.mark.exhaustive
 def test_initial_values_do_not_depend_on_ep(pool: Any) -> None:
     model = make_model(CONFIG)
     initialize(model, seed=1)

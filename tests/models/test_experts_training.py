@@ -135,6 +135,7 @@ def message_of_a_nan(text: str, plan: dict[str, Any], layer: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("tokens", ["gather", "exchange"])
 def test_a_nan_in_a_router_ends_a_run_over_stages_and_ep_with_one_error_on_all_ranks(

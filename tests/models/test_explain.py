@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import main
-from weft.models.train.config import OptimizerConfig
-from weft.models.train.optimizer import states_per_element
+from weft.models.train.config import OptimizerConfig, state_tensors
 
 from tests.architecture.rules import ROOT
 
@@ -41,6 +40,7 @@ def bytes_in(table: str) -> dict[str, int]:
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 
+@pytest.mark.exhaustive
 def test_explain_prints_the_lines_of_train_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The lines that the README shows."""
     out = explained(capsys, "--mesh.dp", "2", "--mesh.tp", "2")
@@ -54,6 +54,7 @@ def test_explain_prints_the_lines_of_train_before_the_first_step(capsys: pytest.
     assert rank == "rank 0 is at dp=0, tp=0"
 
 
+@pytest.mark.exhaustive
 def test_memory_of_one_process_is_16_bytes_a_parameter_with_adam(capsys: pytest.CaptureFixture[str]) -> None:
     whole = held(explained(capsys, "--mesh.dp", "1", "--mesh.tp", "1", "--model.num-layers", "1"))
     count = 2 * TABLE + 128 + BLOCK
@@ -76,9 +77,10 @@ def test_the_peak_has_the_activations_of_the_microbatches_in_flight(capsys: pyte
     [("adamw", 2), ("sgd", 1), ("adagrad", 1), ("rmsprop", 2), ("radam", 2), ("adamax", 2), ("asgd", 1), ("rprop", 2)],
 )
 def test_numbers_that_optimizers_keep(name: str, states: int) -> None:
-    assert states_per_element(OptimizerConfig(name=name)) == states
+    assert state_tensors(OptimizerConfig(name=name)) == states
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_a_later_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[mesh]\npp = 2\ndp = 1\ntp = 1\n")
     out = explained(capsys, "--config", str(tmp_path / "run.toml"), "--rank", "1", "--batch", "4,16")
@@ -108,6 +110,7 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory["optimizer state"] == 2 * parameters // 256
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

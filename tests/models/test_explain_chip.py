@@ -89,6 +89,7 @@ def test_one_process_and_two_print_the_same(
     assert "predicted: " in printed[0][0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_error_of_a_run_on_shapes_is_a_line(
     count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

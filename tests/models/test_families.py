@@ -28,6 +28,7 @@ def test_pairs_of_options(portion, tmp_path):
         check_agreement(kind, names, folder, seed=number % 5, sharded=number % 2 == 0)
 
 
+@pytest.mark.exhaustive
 def test_random_configs(portion, tmp_path):
     for kind, number in portion.of(itertools.product(CLASSES, range(24)), every=24):
         names, sizes = drawn(kind, number)

@@ -148,6 +148,7 @@ def packed_batch() -> tuple[Tensor, ...]:
     return tokens, target, places - cut * documents, documents
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [{}, {"sequence": True}], ids=["tensor", "sequence"])
 @pytest.mark.parametrize(
     "config",

@@ -164,6 +164,7 @@ def test_all_that_contradicts_is_named_at_once(asked: Asked) -> None:
     assert "--model.rope-theta 1000000.0 contradicts rope_theta 500000.0" in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("config", "options", "field", "value"),
     [
@@ -193,6 +194,7 @@ def test_sequences_of_a_recipe_are_as_long_as_the_folders_model_takes(asked: Ask
     assert (run.config.data.sequence_length, run.config.model) == (64, GPT2)
 
 
+@pytest.mark.exhaustive
 def test_a_run_from_a_folder_is_read_back_from_the_printed_config(asked: Asked) -> None:
     save(LLAMA, Path("hf"))
     with pytest.raises(SystemExit):
@@ -312,6 +314,7 @@ def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(a
     )
 
 
+@pytest.mark.exhaustive
 def test_a_folder_without_a_tokenizer_takes_bytes_where_it_has_as_many_tokens(asked: Asked) -> None:
     for size in (257, 300):
         save(replace(LLAMA, vocab_size=size), Path(f"hf-{size}"))

@@ -41,6 +41,7 @@ def test_the_head_reads_the_last_position_alone(family):
 OPTIONS = [pytest.param({}, id="greedy"), pytest.param({"temperature": 1.0, "top_k": 9, "seed": 4}, id="drawn")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("limit", [8, 7, 1])
 def test_a_full_context_goes_on_with_its_last_half(limit, use_cache):
@@ -54,6 +55,7 @@ def test_a_full_context_goes_on_with_its_last_half(limit, use_cache):
         assert torch.equal(tokens[:, stop], model(tokens[:, start:stop])[:, -1].argmax(-1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_tokens_are_those_without_a_cache(options):
     model = make(dataclasses.replace(SMALL, max_seq_len=12))
@@ -64,6 +66,7 @@ def test_tokens_are_those_without_a_cache(options):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 def test_prompts_of_different_lengths_are_each_as_alone(use_cache):
     """Also where the context of a single prompt is full, and is read anew."""

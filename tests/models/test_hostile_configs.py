@@ -62,6 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -124,6 +125,7 @@ WHOLE += [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", HUGE, ids=["2^62", "2^70", "10^400"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_number_that_no_run_has(name: str, value: int, little: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +140,7 @@ def test_a_number_that_no_run_has(name: str, value: int, little: None, capsys: p
     assert "Traceback" not in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -282,6 +285,7 @@ def test_metrics_that_no_run_writes(lines: list[Any], run: dict[str, Any], capsy
     assert "run/metrics.jsonl" in refused(capsys, "--output", "run", "--resume")
 
 
+@pytest.mark.exhaustive
 def test_metrics_that_are_no_plain_file(run: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     path = Path("run/metrics.jsonl")
     path.unlink()

@@ -95,6 +95,7 @@ def test_a_manifest_that_contradicts_its_types_or_itself(
     assert said in refused(capsys, *door)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -123,6 +124,7 @@ def test_a_shard_that_contradicts_its_types_or_the_manifest(
     assert said in refused(capsys, *door)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [{"vocab_size": 258}, {"vocab_size": 65536}, {"end": 255}, {"tokenizer": "x"}])
 def test_a_manifest_with_another_tokenizer(change: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     signed({**json.loads(MANIFEST.read_text()), **change})
@@ -131,6 +133,7 @@ def test_a_manifest_with_another_tokenizer(change: dict[str, Any], capsys: pytes
     )
 
 
+@pytest.mark.exhaustive
 def test_counts_that_the_files_do_not_have_are_not_read(capsys: pytest.CaptureFixture[str]) -> None:
     for tokens in (1, 1000, 2**62):
         content = json.loads(MANIFEST.read_text())
@@ -151,6 +154,7 @@ def test_a_name_of_a_tokenizers_file_stays_in_the_folder(name: str, capsys: pyte
         assert "a plain name within the folder is needed" in refused(capsys, *door)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -91,6 +91,7 @@ def run_in_parallel(folder, sequence):
     return logits, generated
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole-tokens", "sequence-parallel"])
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
 def test_a_folder_under_a_plan_gives_the_same_logits_and_tokens(pool, tmp_path, options, sequence):

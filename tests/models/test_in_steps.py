@@ -86,6 +86,7 @@ def both(dp: int, tp: int) -> tuple[Issued, Issued]:
     return (pair[0], pair[1]), (in_steps[0], in_steps[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dp", "tp"),
     [(1, 2), pytest.param(1, 4, marks=pytest.mark.exhaustive), pytest.param(2, 2, marks=pytest.mark.exhaustive)],
@@ -146,6 +147,7 @@ def left_alone() -> list[Issued]:
     return [step(mesh, each, **selective)[1:] for each in (rows, {})] + [adapted[1:]]
 
 
+@pytest.mark.exhaustive
 def test_recomputed_blocks_and_adapted_layers_are_as_without_a_table(pool: Pool) -> None:
     for selective, without, adapted in pool.run(left_alone, ranks=2):
         assert selective == without

@@ -54,6 +54,7 @@ def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any
     return found[0], found[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "axes", "plan"),
     [

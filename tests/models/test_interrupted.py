@@ -56,6 +56,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> Iterat
         yield
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_an_interrupted_preparation_goes_on_to_the_same_bytes(

@@ -107,6 +107,7 @@ def over_context(cp: int, tp: int) -> dict[str, Tensor]:
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("cp", "tp"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive)])
 def test_the_keys_of_all_ranks_of_cp_are_read_beside_copies_of_heads(cp: int, tp: int, pool) -> None:
     alone = make(replace(CONFIG, num_kv_heads=1))
@@ -130,6 +131,7 @@ def one_block(sequence: bool) -> tuple[Counter[str], Counter[str]]:
         return forward, count.take()
 
 
+@pytest.mark.exhaustive
 def test_a_block_issues_the_collectives_that_it_issues_with_more_heads(pool) -> None:
     for forward, backward in pool.run(one_block, False):
         assert forward == backward == Counter({"all-reduce": 2})
@@ -145,6 +147,7 @@ def generated(tp: int, heads: int) -> Tensor:
     return torch.stack([each[-8:] for each in generate(model.eval(), prompts, max_new_tokens=8, temperature=0.5)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_generation_with_a_cache(heads: int, pool) -> None:
     alone = generated(1, heads)
@@ -173,6 +176,7 @@ def placed() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.exhaustive
 def test_positions_documents_and_an_optimizer_of_the_two_meshes(pool) -> None:
     pool.run(placed)
 

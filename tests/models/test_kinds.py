@@ -217,6 +217,7 @@ class TestRefused:
             assert message in refused(capsys, *command)
         assert not Path("out").exists()
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("name", ["data", "a.dat", "a.JSONLINES"])
     def test_records_in_a_folder_under_another_name(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         write("in/a.txt", "text")
@@ -226,6 +227,7 @@ class TestRefused:
         status, out, _ = weft(capsys, "data", "prepare", "in", "--output", "out", "--skip-bad")
         assert status == 0 and f"1 file not in UTF-8: in/{name}" in out and documents() == ["text"]
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [

@@ -229,6 +229,7 @@ RELATIVES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RELATIVES)
 def test_a_network_that_computes_as_the_family_is_of_the_family(name, tmp_path):
     model = RELATIVES[name]()
@@ -309,6 +310,7 @@ def sharded_by_fsdp(folder):
     return family_of(model) is FAMILIES["llama"]
 
 
+@pytest.mark.exhaustive
 def test_torchs_fully_shard_leaves_the_family(pool, tmp_path):
     assert all(pool.run(sharded_by_fsdp, tmp_path / "saved", ranks=2))
     for name, parameter in make(SMALL).named_parameters():

@@ -274,6 +274,7 @@ def test_a_run_of_two_commands_that_a_launcher_has_started(launcher: str, tmp_pa
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

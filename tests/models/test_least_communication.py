@@ -20,6 +20,7 @@ from benchmarks.least import (
 EACH = [pytest.param(row, id=f"{row.name}-{row.where}".replace(", ", "-").replace(" ", "-")) for row in ROWS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", EACH)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_communicates_the_least_that_is_known(family: str, row: Row) -> None:

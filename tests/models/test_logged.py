@@ -44,6 +44,7 @@ def test_lines_after_the_step_are_not_read(tmp_path: Path) -> None:
     assert len(read_logged(write(tmp_path, range(1, 5), end="\0\0\0\0\n\0\n"), 4)) == 4
 
 
+@pytest.mark.exhaustive
 def test_lines_that_are_missing_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"metrics\.jsonl ends with line 3, of step 3, before step 4; copy the file again"
@@ -84,6 +85,7 @@ def of_first(path: Path, lines: int) -> dict[str, Any]:
     return total.as_json()
 
 
+@pytest.mark.exhaustive
 def test_with_its_sum_each_flipped_bit_is_told(portion: Portion, tmp_path: Path) -> None:
     """Flips bits of the first two of three lines; bytes after them are not checked."""
     path = write(tmp_path, range(1, 4))

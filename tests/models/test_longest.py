@@ -74,6 +74,7 @@ def test_generation_is_that_of_transformers_up_to_the_longest_context(
     assert torch.equal(generate(ours, prompt, max_new_tokens=longest - 4, use_cache=use_cache), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linear", "yarn", "yarn-of-max", "llama3"])
 def test_beyond_the_longest_context_its_last_half_is_read(both: tuple[Any, Any, int]) -> None:
     theirs, ours, longest = both

@@ -126,6 +126,7 @@ def test_paddlenlp_9412_lora_takes_its_layout_from_the_base_layer_with_the_gradi
         assert found["recorded"] == (found["issued"] if rank == recorder else None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_adapters_add_nothing_to_a_block_and_reduce_their_own_gradients_alone(sequence: bool) -> None:
     mesh, plan = ProcessMesh.grid(dp=2, tp=2), replace(make().parallel_plan(), sequence=sequence)
@@ -156,6 +157,7 @@ def folded(after: bool) -> dict[str, Tensor]:
     return {name: whole(each) for name, each in merge_lora(model).named_parameters()}
 
 
+@pytest.mark.exhaustive
 def test_folded_in_the_model_is_a_plain_one_that_computes_the_same(pool) -> None:
     model = stirred(lora(make(), RANK, ALPHA, TARGETS))
     tokens, _ = batch()
@@ -215,6 +217,7 @@ def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
     assert torch.equal(back(tokens), model(tokens))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", ["tokenizer", "base", "neither"])
 def test_the_tokenizer_is_saved_beside_adapters(given: str, tmp_path: Path) -> None:
     """A given tokenizer, or else the model folder's, with all its files."""
@@ -325,6 +328,7 @@ def same_adapters(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(parameter, named[name]), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("targets", [pytest.param(each, id=name) for name, each in GPT_TARGETS.items()])
 def test_adapters_of_queries_keys_and_values_are_one_of_the_fused_layer_for_peft(
     targets: list[str], tmp_path: Path
@@ -375,6 +379,7 @@ def fused_adapters_in_parts(folder: str) -> list[bool]:
     return [torch.equal(each.to_local(), named[name].to_local()) for name, each in model.named_parameters()]
 
 
+@pytest.mark.exhaustive
 def test_a_parallel_models_adapters_of_a_fused_layer_are_read_in_parts(pool, tmp_path: Path) -> None:
     assert all(all(same) for same in pool.run(fused_adapters_in_parts, str(tmp_path / "adapters")))
     expected = stirred(lora(make_gpt(), RANK, ALPHA, GPT_TARGETS["q-v"]))

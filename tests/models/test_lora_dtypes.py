@@ -78,6 +78,7 @@ def test_another_dtype_is_refused(dtype):
         lora(make(SMALL), 3, 12, TARGETS, dtype=dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 7), (0, 3)], ids=str)
 def test_an_adapted_layer_computes_as_pefts_does(shape, dtype):

@@ -64,6 +64,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # One process, and peft
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("projections", [("gate_proj", "up_proj", "down_proj"), ("down_proj",)], ids=["all", "down"])
 def test_values_and_gradients_are_those_of_peft(kind: str, projections: tuple[str, ...], tmp_path: Path) -> None:

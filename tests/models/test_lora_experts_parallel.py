@@ -106,17 +106,18 @@ def check_as_alone(targets: list[str], family: str, case: str, after: bool, pool
     assert compared == alone["gradients"].keys()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_gradients_and_norm_are_those_of_one_process(case: str, pool: Any) -> None:
     check_as_alone(EXPERTS, "qwen3-moe", case, False, pool)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["tp2", "dp2-ep2-exchange", "dp4-ep2-zero3"])
 def test_adapters_may_be_added_after_parallelize(case: str, pool: Any) -> None:
     check_as_alone(ALL, "mixtral", case, True, pool, records=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [

@@ -74,6 +74,7 @@ def tokens() -> Tensor:
     return torch.randint(0, 257, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["folder", "checkpoint"])
 def test_a_folder_of_adapters_is_read_with_its_base(checkpoint: bool, tmp_path: Path, capsys: Any) -> None:
     model = save_folders(tmp_path, checkpoint=checkpoint)
@@ -150,6 +151,7 @@ def base_of_adapters(folder: Path) -> None:
     shutil.copytree(folder / "adapters", folder / "base")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -190,6 +192,7 @@ def begun(origin: Path, case: str | None) -> dict[str, Tensor]:
     return {name: whole(each) for name, each in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", PLANS)
 @pytest.mark.parametrize("origin", ["base", "checkpoint", "adapters", "adapted-checkpoint"])
 def test_a_run_begins_with_a_folder_and_adapters_of_its_own(origin: str, case: str, tmp_path: Path, pool: Any) -> None:

@@ -38,6 +38,7 @@ def test_a_rank_that_is_not_answered_says_so() -> None:
         store_of_attempt(store, 1, 2, 0.1)
 
 
+@pytest.mark.exhaustive
 def test_rank_0_names_each_rank_that_does_not_come() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))

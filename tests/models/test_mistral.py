@@ -94,6 +94,7 @@ def test_config_names_what_does_not_fit(change: dict[str, Any], message: str) ->
         replace(SMALL, **change)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "packed"),
     [

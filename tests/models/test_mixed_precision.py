@@ -124,6 +124,7 @@ def sixteen_bit(dp: int, tp: int, dtype: torch.dtype, scale: float) -> Found:
     return {name: each if name == "loss" else each / scale for name, each in made.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1024.0)], ids=["bf16", "fp16-scaled"]
 )
@@ -158,6 +159,7 @@ def with_masters(dp: int, tp: int, dtype: torch.dtype) -> tuple[list[float], dic
     return losses, {name: whole(each) for (name, _), each in zip(model.named_parameters(), masters, strict=True)}
 
 
+@pytest.mark.exhaustive
 def test_float32_masters_of_bf16_parameters_move_alike_on_a_mesh(pool: Any) -> None:
     _, truth = with_masters(1, 1, torch.float32)
     losses, masters = with_masters(1, 1, torch.bfloat16)
@@ -188,6 +190,7 @@ def steps_in(dtype: torch.dtype, dp: int, tp: int, asked: torch.dtype | None) ->
     return losses
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_float16_with_a_scaler_trains_as_one_in_float32(pool: Any) -> None:
     truth = steps_in(torch.float32, 1, 1, None)
     assert truth[-1] < truth[0] - 0.1
@@ -223,6 +226,7 @@ def scaled_steps(frozen: bool) -> list[tuple[float, float]]:
     return steps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "frozen-embedding"])
 def test_a_scaler_skips_a_step_on_all_ranks_where_one_shard_has_an_inf(pool: Any, frozen: bool) -> None:
     every = pool.run(scaled_steps, frozen, ranks=4)

@@ -70,6 +70,7 @@ def whole(tensor: Tensor) -> Tensor:
     return to_global(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_one_process_equals_torchs_muon_and_adamw(family: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
@@ -289,6 +290,7 @@ def test_bad_options_are_refused(name: str, options: dict[str, Any], message: st
         OptimizerConfig(name=name, muon=MuonConfig(**options))
 
 
+@pytest.mark.exhaustive
 def test_explain_counts_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
     """Each of four ranks receives 3/4 of its own matrices, and then 3/4 of a quarter of all matrices, in bfloat16."""
     sizes = ("--mesh.dp", "2", "--mesh.tp", "2", "--plan.zero", "1")
@@ -300,6 +302,7 @@ def test_explain_counts_the_exchanges(capsys: pytest.CaptureFixture[str]) -> Non
     assert int(found[1].replace(",", "")) == 2 * 2 * matrices // 4 * 3 // 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_the_command_refuses_such_a_model_before_it_starts_processes(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

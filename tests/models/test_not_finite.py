@@ -50,6 +50,7 @@ def end_of(folder: Path, after: Callable[[Trainer, int], None] | None = None, **
     return str(ended.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("save_every", [0, 1])
 def test_weights_that_are_not_finite_are_not_written(save_every: int, folder: Path, pool: Pool) -> None:
     options = {"steps": 1 if not save_every else 5, "save_every": save_every, "optimizer": TOO_FAR}
@@ -101,6 +102,7 @@ def ended_beside_a_write(folder: Path) -> str:
         return end_of(folder, broken, log_every=1)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_being_written_is_waited_for_and_named(folder: Path, pool: Pool) -> None:
     for said in pool.run(ended_beside_a_write, folder, ranks=2):
         assert f"; last checkpoint: {folder}/run/checkpoint-2. " in said

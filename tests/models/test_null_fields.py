@@ -145,6 +145,7 @@ def test_settings_of_another_type_are_refused(kind, change, named):
         read({**written(kind), **change})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_setting_is_refused_or_read_as_a_text_a_list_or_a_truth(kind):
     """Never another error than a ValueError."""

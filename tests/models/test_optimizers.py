@@ -101,6 +101,7 @@ def with_others(*few: str) -> list[Any]:
     return [pytest.param(list(few), id="-".join(few)), pytest.param(others, id="others", marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", with_others("sgd"))
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_optimizer_by_name_updates_shards_as_it_would_the_whole(names: list[str], zero: int, pool: Pool) -> None:

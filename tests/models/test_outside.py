@@ -160,6 +160,7 @@ def ran(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -234,6 +235,7 @@ def find_class_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> type[torch.n
     return find_class("my_models:Bigram")
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_gives_the_training_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(monkeypatch, "qwen2-tiny", *BIGRAM, *TEXT)
     assert (run.recipe, run.config.optimizer.beta2, run.config.model.hidden_size) == ("qwen2-tiny", 0.98, 16)
@@ -241,6 +243,7 @@ def test_a_recipe_gives_the_training_options(folder: Path, monkeypatch: pytest.M
     assert (alone.recipe, alone.title, alone.config.optimizer.lr) == (None, "Bigram", 4e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_users_model_is_read_back_from_the_printed_config(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +302,7 @@ def test_an_argument_that_is_no_model_is_refused(
     assert out == "" and said in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

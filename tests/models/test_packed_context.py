@@ -184,6 +184,7 @@ def in_stages(axes: dict[str, int], length: int, rows: int) -> tuple[Tensor, dic
     return loss, {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes",
     [{"pp": 2, "cp": 4}, {"pp": 4, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"pp": 2, "cp": 2, "tp": 2}],
@@ -212,6 +213,7 @@ def check(name: str, found: Tensor, gradient: Tensor) -> None:
     torch.testing.assert_close(found, gradient, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen", "capped"])
 @pytest.mark.parametrize("length", [64, 61])
 def test_packed_rows_on_one_process_equal_their_documents(length: int, family: str) -> None:
@@ -243,6 +245,7 @@ def test_dropout_draws_the_masks_of_one_process(mesh: str, family: str, plan: di
             check(name, found[name], parameter.grad)
 
 
+@pytest.mark.exhaustive
 def test_softcap_and_sinks_count_once_in_own_and_received_keys(pool: Any) -> None:
     expected, gradients = one_at_a_time("capped", 61, 2)
     assert gradients["layers.0.self_attn.attend.sinks"].abs().max() > 1e-3
@@ -253,6 +256,7 @@ def test_softcap_and_sinks_count_once_in_own_and_received_keys(pool: Any) -> Non
             check(name, found[name], gradient)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length", [1, 3, 5, 9])
 def test_ranks_with_few_tokens_or_none(length: int, pool: Any) -> None:
     expected, gradients = one_at_a_time("llama", length, 2)
@@ -262,6 +266,7 @@ def test_ranks_with_few_tokens_or_none(length: int, pool: Any) -> None:
             check(name, found[name], gradient)
 
 
+@pytest.mark.exhaustive
 def test_a_data_rank_without_rows(pool: Any) -> None:
     expected, gradients = one_at_a_time("llama", 31, 1)
     for loss, found, _, _ in pool.run(on_mesh, {"dp": 2, "cp": 2}, "llama", {}, {}, 31, 1, ranks=4):
@@ -270,6 +275,7 @@ def test_a_data_rank_without_rows(pool: Any) -> None:
             check(name, found[name], gradient)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [1, 2])
 def test_each_key_head_may_lie_on_several_ranks(heads: int, pool: Any) -> None:
     model, (given, _) = make("llama", {"num_kv_heads": heads}), packed(64, 2)
@@ -297,6 +303,7 @@ def losses_of_microbatches() -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_rows_of_a_microbatch_have_their_orders(pool: Any) -> None:
     given, _ = packed(32, 4)
     targets = given.pop("targets")

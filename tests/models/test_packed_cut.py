@@ -97,6 +97,7 @@ def test_the_work_of_windows_is_even_over_8_ranks(mixture: str, windows: tuple[i
         assert busiest(lengths, 8, windows) <= 1.05
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parts", [2, 3, 4, 16, 32])
 def test_the_work_is_even_over_fewer_and_more_ranks(parts: int) -> None:
     for mixture in MIXTURES:

@@ -72,6 +72,7 @@ def on_ranks(mixture: str, family: str, cp: int) -> dict[str, Tensor]:
     return {"loss": whole(loss), "logits": logits} | gradients
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "qwen", "capped"])
 @pytest.mark.parametrize("cp", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -43,6 +43,7 @@ def held(order: Any, cp: int) -> list[Tensor]:
     return [torch.cat([torch.arange(*run) for run in runs]).argsort() // size for runs in order.orders]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_layer_receives_the_keys_that_its_queries_see_and_it_does_not_hold(cp: int, family: str, pool: Any) -> None:
@@ -96,6 +97,7 @@ def predicted_and_issued() -> tuple[str, str]:
     return str((of_keys.nbytes, of_keys.count, {each.axes for each in of_keys.entries})), str(issued)
 
 
+@pytest.mark.exhaustive
 def test_the_exchange_is_predicted_as_it_is_issued(pool: Any) -> None:
     for predicted, issued in pool.run(predicted_and_issued, ranks=4):
         assert predicted == issued

@@ -177,6 +177,7 @@ def test_fifty_steps_have_one_loss_on_every_mesh(dp: int, tp: int, pool) -> None
     same_losses(dp, tp, 50, pool)
 
 
+@pytest.mark.exhaustive
 def test_a_few_steps_have_one_loss(pool) -> None:
     same_losses(2, 2, 10, pool)
 
@@ -231,6 +232,7 @@ def block_on_a_grid(sequence: bool, bucket_bytes: int) -> list[list[str]]:
     return [seen.kinds[: phases[0]], seen.kinds[phases[0] : phases[1]], seen.kinds[phases[1] :]]
 
 
+@pytest.mark.exhaustive
 def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> None:
     for one_bucket, small_buckets, sequence in pool.run(blocks_on_a_grid):
         assert one_bucket == [["all-reduce"] * 2, ["all-reduce"] * 2, ["all-reduce"]]
@@ -240,6 +242,7 @@ def test_data_parallelism_leaves_a_block_as_it_is_but_for_one_bucket(pool) -> No
         assert after == ["all-reduce"] * 2  # over dp for the projections; over dp and tp for the norms
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bucket_bytes", [1, 3_000, 10_000])
 @pytest.mark.parametrize(("dp", "tp", "plan"), [(2, 1, {}), (2, 2, {}), (2, 2, {"sequence": True})])
 def test_buckets_are_predicted_by_the_phase_in_which_they_leave(dp, tp, plan, bucket_bytes, pool) -> None:

@@ -68,6 +68,7 @@ class TestParquet:
         prepare([Path("a.parquet")], Path("out"), tokenizer=byte_tokenizer())
         assert documents() == [text for text in texts if text]
 
+    @pytest.mark.exhaustive
     def test_damage_of_any_byte_ends_in_texts_or_in_an_error(self) -> None:
         """In a process of its own, which pyarrow may crash when it reads damaged statistics."""
         Path("a.parquet").write_bytes(parquet())

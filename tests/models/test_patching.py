@@ -182,6 +182,7 @@ def with_torchs_z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: A
     return (functional.cross_entropy(logits, targets, reduction="sum") + 0.1 * squares) / num_items_in_batch
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_a_trainer_is_given_a_loss_function(is_patched: bool, tmp_path: Any) -> None:
     """A patched model, too: a Trainer with a loss function asks the model for logits, without labels."""

@@ -154,7 +154,6 @@ truth_of = functools.cache(expected)
 
 
 @pytest.mark.table
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, SCHEDULES, MODELS))
 def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
     axes: dict[str, int],
@@ -220,6 +219,7 @@ def check(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool) -
     return max(losses), max(of_gradients)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pipeline", SCHEDULES)
 def test_a_rank_holds_nothing_of_other_stages(pipeline: dict[str, Any], pool) -> None:
     layers = layers_for({"pp": 2}, pipeline)

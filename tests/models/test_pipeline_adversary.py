@@ -218,6 +218,7 @@ def trained(program: Program, models: list[nn.Module]) -> None:
         model.zero_grad()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_program_has_the_numbers_of_one_process(seed: int, pool: Pool) -> None:
     program = Program.of(seed)

@@ -66,7 +66,7 @@ def laid_out(axes: dict[str, int], packed: bool, own_rows: bool) -> tuple[float,
     return loss.item(), gradients_off({name: whole(p.grad) for name, p in model.named_parameters()}, gradients)
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own_rows", [False, True], ids=["all-rows", "own-rows"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def assert_same(found: list[Gradients], truth: Gradients) -> None:
 PARTS = 2  # microbatches where steps are recorded
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero", "bucket_bytes", "times"),
     [
@@ -100,6 +101,7 @@ def held_after_a_step() -> tuple[int, int]:
     return sum(each.leaf.to_local().untyped_storage().nbytes() for each in full_parameters), len(full_parameters)
 
 
+@pytest.mark.exhaustive
 def test_between_steps_shards_alone_are_held(pool: Any) -> None:
     for nbytes, count in pool.run(held_after_a_step, ranks=4):
         assert nbytes == 0
@@ -140,6 +142,7 @@ def adapted(axes: dict[str, int], folder: str) -> Gradients:
     return gradients(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes",
     [pytest.param({"pp": 2}, id="pp2"), pytest.param({"pp": 2, "tp": 2}, id="pp2-tp2", marks=pytest.mark.exhaustive)],
@@ -173,6 +176,7 @@ def in_bfloat16(axes: dict[str, int]) -> Gradients:
         return gradients(model)
 
 
+@pytest.mark.exhaustive
 def test_stages_under_autocast(pool: Any) -> None:
     """Stages exchange the tensors that one process would pass on: gradients agree to the rounding of float32."""
     assert_same(pool.run(in_bfloat16, {"pp": 2}, ranks=2), in_bfloat16({}))

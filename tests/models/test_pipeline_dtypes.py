@@ -48,6 +48,7 @@ def stepped(axes: dict[str, int], dtype: torch.dtype, criterion: Callable[..., T
     return forward_backward(model, criterion, ids[:, :-1], ids[:, 1:], microbatches=microbatches).detach()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize(("dtype", "criterion", "elsewhere"), CASES)
 def test_a_loss_of_any_dtype_reaches_every_stage(

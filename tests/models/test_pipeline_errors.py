@@ -114,6 +114,7 @@ def test_microbatches_that_do_not_divide_the_batch() -> None:
             PipelinePlan(**wrong)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -56,12 +56,14 @@ def embeddings_on_shapes() -> list[int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_modules_of_other_stages_run_on_shapes_once(pool) -> None:
     first, last = pool.run(embeddings_on_shapes, ranks=2)
     assert first == [0, 0]
     assert last == [1, 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_a_rank_launches_nothing_of_other_stages_and_nothing_twice(schedule: str, pool) -> None:
     alone = launched({}, schedule)

@@ -163,6 +163,7 @@ def test_no_level_holds_more_than_the_one_before() -> None:
     assert levels[3].parameters + levels[3].gathered == levels[0].parameters  # nothing is held twice
 
 
+@pytest.mark.exhaustive
 def test_microbatches_in_flight_save_one_cast_of_each_weight() -> None:
     """Under autocast, the first stage holds the activations of two microbatches, and its weights in 16 bits once."""
     plan = plan_of(0, {"schedule": "1f1b"})

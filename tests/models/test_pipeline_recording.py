@@ -74,6 +74,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.table
 @pytest.mark.parametrize("name", ["tied", "dropout", "gpt"])
 @pytest.mark.parametrize("pipeline", SCHEDULES)
@@ -119,6 +120,7 @@ def without_stages(zero: int) -> Both:
     return both(model, {"dp": 2}, plan, cross_entropy, count=2, recorder=zero % 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_microbatches_without_stages(zero: int, pool: Any) -> None:
     recorded, issued = pool.run(without_stages, zero, ranks=2)[zero % 2]
@@ -130,6 +132,7 @@ def on_meta(layers: int = 3, **changes: Any) -> Any:
         return make_model(replace(CONFIGS["tied"], num_layers=layers, **changes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "plan"),
     [
@@ -168,6 +171,7 @@ def recorded(rank: int, **axes: int) -> Communication:
     return record(model, ProcessMesh.grid(**axes), plan, batch=(2048 * 2, 9), rank=rank, clip_norm=1.0)
 
 
+@pytest.mark.exhaustive
 def test_the_bytes_from_stage_to_stage_are_those_of_the_activations() -> None:
     activations = 2048 * 2 * 9 * 32 * 4  # rows, tokens, hidden size, bytes
     first, second, last = (recorded(rank, pp=3) for rank in range(3))

@@ -141,6 +141,7 @@ def test_a_model_that_fits_nowhere_says_what_would(capsys: pytest.CaptureFixture
     assert "fits 0.00 GiB of memory; the least that one takes is 0.0" in err and "more processes" in err
 
 
+@pytest.mark.exhaustive
 def test_bad_input_is_reported_before_torch_is_imported() -> None:
     program = (
         "import sys\nfrom weft.models.cli import main\n"

@@ -126,6 +126,7 @@ def prepared(sequence: bool) -> tuple[float, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_prepared_inputs_and_outputs_beside_styles_keywords_and_a_module_used_twice(sequence: bool, pool) -> None:
     loss, gradients = alone(Twice())

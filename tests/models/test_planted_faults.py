@@ -94,6 +94,7 @@ ABOVE_BFLOAT16 = (
 STARTS = {"gradients": "all before the gradients differs", "update": "the parameter's gradients differ"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in FAULTS), *((name, "bfloat16") for name in ABOVE_BFLOAT16)]
@@ -171,6 +172,7 @@ def test_one_run_twice_has_the_same_bits(alone: Any, text: str, pool: Pool) -> N
     assert describe(judge, ("a", "b")) == f"the same bits in 3 steps, {judge.tensors} tensors each"
 
 
+@pytest.mark.exhaustive
 def test_tensors_of_a_step_are_digested_alike_on_every_mesh(alone: Any, laid_out: Any) -> None:
     """Where a mesh computes with the same bits, as the forward of data parallelism does, the hashes are equal."""
     a, b = (run[1][0].by_key() for run in (alone("llama"), laid_out("llama", "float32", "dp2")))

@@ -258,7 +258,6 @@ def ranks_in(axes: dict[str, int]) -> int:
     return first + math.prod(size for axis, size in axes.items() if axis != "first_rank")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_one_process(name: str, pool: Any) -> None:
     case = CASES[name]

@@ -53,6 +53,7 @@ def test_a_flipped_bit_is_found_by_verify(name: str, capsys: pytest.CaptureFixtu
     assert f"out/{name} is not what was prepared: its SHA-256 differs; copy it again" in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("change", ["changed", "missing"])
 def test_a_tokenizer_that_is_another_is_not_trained_with(
@@ -75,6 +76,7 @@ def test_a_tokenizer_that_is_another_is_not_trained_with(
         assert f"{path} is not what was prepared: its SHA-256 differs; copy it again" in err
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_was_put_beside_the_tokenizer_is_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out/tokenizer/special_tokens_map.json").write_text('{"eos_token": "x"}')
     for each in (("train", "--data.path", "out"), ("data", "verify", "out")):
@@ -129,6 +131,7 @@ def test_a_manifest_without_a_sum_is_read() -> None:
         read_manifest(Path("out"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json"])
 def test_a_missing_file_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out", name).unlink()
@@ -137,6 +140,7 @@ def test_a_missing_file_is_named(name: str, capsys: pytest.CaptureFixture[str]) 
     assert re.search(f"{Path(name).name}", err)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -181,6 +185,7 @@ def test_a_run_that_does_not_fit_its_data_is_refused(
         assert message in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "note"),
     [
@@ -214,6 +219,7 @@ def test_a_step_that_takes_more_than_there_is_says_so(
     assert said == ([f"{note}; give more text, or a smaller --data.batch-size"] if note else [])
 
 
+@pytest.mark.exhaustive
 def test_a_vocabulary_larger_than_the_models_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert weft(capsys, "data", "train-tokenizer", "good.txt", "--vocab-size", "270", "--output", "bpe")[0] == 0
     assert weft(capsys, "data", "prepare", "good.txt", "--tokenizer", "bpe", "--output", "other")[0] == 0

@@ -144,6 +144,7 @@ def test_processes_that_compute_end_with_their_starter(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_a_process_of_a_launcher_ends_with_the_launcher(how: signal.Signals) -> None:
     with subprocess.Popen(
@@ -181,6 +182,7 @@ def test_an_interrupted_program_gives_its_processes_patience_then_kills_them(tmp
     assert process.returncode == -signal.SIGINT
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_is_ignored_where_a_shell_set_sig_ign(tmp_path: Path) -> None:
     with running(tmp_path, ctrl_c=signal.SIG_IGN) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)

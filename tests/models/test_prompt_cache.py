@@ -60,6 +60,7 @@ def test_a_growing_conversation_is_read_anew_seldom(monkeypatch):
     assert sum(counts) < 3 * tokens.shape[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [9, 8, 1])
 def test_a_context_beyond_the_limit_goes_on_as_without_a_cache(limit):
     model, cache = make(dataclasses.replace(SMALL, max_seq_len=limit)), PromptCache()

@@ -45,6 +45,7 @@ def saved(name: str, folder: Path) -> Any:
     return theirs
 
 
+@pytest.mark.few(1)
 @each
 def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     check_saved(saved(name, tmp_path / "theirs"), tmp_path)

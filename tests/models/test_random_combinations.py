@@ -378,6 +378,7 @@ def check(pool: Pool, case: Drawn, folder: Path) -> str:
 QUICK = (0, 1)  # a GPT whose rows of dpo are longer than its last position; a mixture in stages
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_combination_has_the_numbers_of_a_process(seed: int, pool: Pool, tmp_path: Path) -> None:
     assert check(pool, draw_case(seed), tmp_path) == "same"

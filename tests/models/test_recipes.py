@@ -55,6 +55,7 @@ def test_rounding_does_not_grow(name: str, pool: Pool) -> None:
     assert alone[-1] < alone[0] - 2, "it trains"
 
 
+@pytest.mark.exhaustive
 def test_paddlenlp_9412_training_by_one_command_has_one_loss(pool: Pool) -> None:
     alone = same_losses("llama-tiny", FEW, 1e-5, pool)
     assert alone[-1] < alone[0] - 0.3, "it trains"

@@ -101,7 +101,6 @@ def different(found: StepDigests, expected: StepDigests) -> list[Key]:
     ]
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_order_of_a_call_is_found_where_the_model_finds_it(call: str, packed: bool, pool: Any) -> None:
@@ -109,14 +108,14 @@ def test_the_order_of_a_call_is_found_where_the_model_finds_it(call: str, packed
     assert different(on_ranks(pool, 2, call, packed=packed), alone) == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["positions", "values"])
 def test_positions_that_a_program_gives_are_kept(call: str, pool: Any) -> None:
     """Positions in steps of two are not found from the order alone."""
     assert different(on_ranks(pool, 2, call, stride=2), on_ranks(pool, 1, "positions", stride=2)) == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 def test_losses_of_a_model_are_in_the_order_of_the_positions(packed: bool, pool: Any) -> None:
     """Outputs [B, T], whose last dim are the tokens."""
@@ -124,6 +123,7 @@ def test_losses_of_a_model_are_in_the_order_of_the_positions(packed: bool, pool:
     assert different(on_ranks(pool, 2, "positions", losses=True, packed=packed), alone) == []
 
 
+@pytest.mark.exhaustive
 def test_labels_in_another_order_are_found_at_the_loss(pool: Any) -> None:
     """The outputs are those of one process, and the first gradient is not."""
     alone = on_ranks(pool, 1, "positions", packed=True)

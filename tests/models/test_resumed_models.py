@@ -44,6 +44,7 @@ DIFFERENT: dict[str, tuple[ModelConfig, ModelConfig]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_converted_checkpoint_of_another_model_is_not_resumed(
     name: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def _with_the_model(model: ModelConfig, configured: Callable[..., Any]) -> Calla
     return changed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("allowed", [{}, {"dropout": 0.2}, {"max_seq_len": 128}, {"initializer_range": 0.5}], ids=str)
 def test_a_converted_checkpoint_of_the_same_model_is_resumed(allowed: dict[str, Any], asked: Asked) -> None:
     plain = replace(LLAMA, rope_scaling=None)
@@ -81,6 +83,7 @@ def test_a_converted_checkpoint_of_the_same_model_is_resumed(allowed: dict[str, 
     assert (run.resume, run.config.model) == (Path("begin"), replace(plain, **allowed))
 
 
+@pytest.mark.exhaustive
 def test_the_recipe_of_another_family_is_not_resumed(asked: Asked) -> None:
     save(LLAMA, Path("hf"))
     convert(Path("hf"), Path("begin"))

@@ -74,6 +74,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Tra
     return read_configuration([], Path("asked.toml"), command="train", about="")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what", [["--output", "run", "--resume"], ["--resume", "run"], ["--resume", "run/checkpoint-4"]]
 )
@@ -83,6 +84,7 @@ def test_a_run_goes_on_with_its_own_recipe_and_options(
     assert asked(capsys, *what) == (RECIPE, config)
 
 
+@pytest.mark.exhaustive
 def test_given_options_override_the_runs_options(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.toml").write_text("steps = 20\nkeep = 7\n")
     given = ["--config", "more.toml", "--output=run", "--resume", "--steps", "30", "--optimizer.lr", "0.5"]
@@ -90,6 +92,7 @@ def test_given_options_override_the_runs_options(config: TrainConfig, capsys: py
     assert asked(capsys, *given) == (RECIPE, wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_that_is_given_takes_the_place_of_the_whole_mesh(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +101,7 @@ def test_a_mesh_that_is_given_takes_the_place_of_the_whole_mesh(
     assert found.plan == PlanConfig(microbatches=2)
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_for_which_there_are_no_processes_gives_way(
     config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +140,7 @@ def test_no_place_to_write_is_taken_from_a_checkpoints_folder(
     assert asked(capsys, *what)[1].profile is None
 
 
+@pytest.mark.exhaustive
 def test_places_of_a_file_that_the_user_names_are_taken(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,11 +164,13 @@ def test_a_resumed_run_without_its_tracker_says_so(config: TrainConfig) -> None:
     assert check_same_run(saved, replace(before, config=config)) == ["track is [], and was ['tensorboard']"]
 
 
+@pytest.mark.exhaustive
 def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--output", "new", "--resume", "--data.path", "text.txt")
     assert found[0] == "llama-tiny" and found[1].steps == recipe("llama-tiny").steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -189,6 +196,7 @@ def test_options_that_make_another_run_are_refused(
     assert line.startswith("weft train: ") and said in line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
@@ -232,6 +240,7 @@ def test_metrics_that_are_lost_are_not_taken_for_none_yet(
     asked(capsys, "--resume", "run/checkpoint-6", "--output", "other")
 
 
+@pytest.mark.exhaustive
 def test_a_flipped_bit_in_the_options_of_the_run_is_refused(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +262,7 @@ def test_a_flipped_bit_in_the_options_of_the_run_is_refused(
     assert asked(capsys, "--output", "run", "--resume")[1].optimizer.lr == 0.005
 
 
+@pytest.mark.exhaustive
 def test_each_flipped_bit_in_the_options_is_found_or_changes_none(
     portion: Portion, config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -283,10 +293,12 @@ def test_a_checkpoint_has_the_versions_of_what_saved_it(config: TrainConfig) -> 
             assert found[package] is None
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_in_a_folder_of_its_own(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(capsys, "--resume", "run/checkpoint-4", "--output", "other") == (RECIPE, config)
 
 
+@pytest.mark.exhaustive
 def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree("run/checkpoint-4", "run/checkpoint-6")
     with pytest.raises(SystemExit):
@@ -294,6 +306,7 @@ def test_no_checkpoint_is_written_anew(config: TrainConfig, capsys: pytest.Captu
     assert "run/checkpoint-6 is newer than run/checkpoint-4" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damaged", ["part-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_by_and_named(
     damaged: str, config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -310,6 +323,7 @@ def test_a_damaged_checkpoint_is_passed_by_and_named(
     assert "goes on from run/checkpoint-4\n" in said
 
 
+@pytest.mark.exhaustive
 def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").rename("moved.txt")
     asked(capsys, "--output", "run", "--resume", "--data.path", "moved.txt")

@@ -63,6 +63,7 @@ def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., agreem
     assert not call(gone).is_printed_here
 
 
+@pytest.mark.exhaustive
 def test_every_roll_call_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks ask one after the other; before the second question, a rank falls silent and a rank goes on."""
     monkeypatch.setattr(agreement, "EVERY_SECONDS", 0.05)

@@ -179,6 +179,7 @@ def in_other_ways() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_documents_axes_and_dropout_decide_between_local_and_dtensor_blocks(pool: Any) -> None:
     for found in pool.run(in_other_ways, ranks=2):
         assert found == {
@@ -324,6 +325,7 @@ def sums(bucket: int) -> None:
     assert sum(issued) - 8 == sum(each.to_local().nbytes for each in twice.parameters()), "once, not for each call"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bucket", [pytest.param(1 << 20, id="whole"), pytest.param(1, id="by-block")])
 def test_backward_passes_add_up(bucket: int, pool: Any) -> None:
     pool.run(sums, bucket, ranks=2)

@@ -99,6 +99,7 @@ def rows_that_follow_others(model: nn.Module) -> tuple[set[str], set[type]]:
     return wrong, {type(module) for module, _, _ in calls}
 
 
+@pytest.mark.exhaustive
 def test_a_module_declared_row_by_row_reads_no_other_row() -> None:
     called = set()
     for name in MODELS:

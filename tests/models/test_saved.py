@@ -99,6 +99,7 @@ def on_a_mesh() -> float:
     return kept(model, model.layers[1], tokens)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_keeps_the_streams_and_its_part_of_what_is_between_products(pool: Pool) -> None:
     for units in pool.run(on_a_mesh, ranks=4):
         assert units == pytest.approx(2 + (1 + 0.5 + 0.5 + 1 + 2 * 2.75) / 2, abs=0.1)

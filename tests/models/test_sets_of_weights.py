@@ -31,6 +31,7 @@ def mask(size=64, dtype=torch.bool):
 TABLES = {kind: "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight" for kind in CLASSES}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "read", [from_pretrained, lambda folder: convert(folder, folder / "out")], ids=["read", "convert"]
 )

@@ -87,6 +87,7 @@ def told_to_end_as_it_exports(folder: Path) -> tuple[int, int]:
         return train(run, torch.device("cpu")), len(sampled)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_is_heeded_until_the_model_is_exported(tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
     (tmp_path / "run").mkdir()

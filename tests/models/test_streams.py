@@ -69,6 +69,7 @@ def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> 
     assert stream.document_ends(0, count).tolist() == [count // 2, count]
 
 
+@pytest.mark.exhaustive
 def test_tokens_above_65535_are_read_as_they_are(tmp_path: Path) -> None:
     words = [f"w{number}" for number in range(70000)]
     model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")

@@ -142,6 +142,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("typed", RUNS)
 def test_each_command_is_one_that_is_not_refused(

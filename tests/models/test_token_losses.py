@@ -111,6 +111,7 @@ class Largest(TorchDispatchMode):
         return output
 
 
+@pytest.mark.exhaustive
 def test_no_op_returns_all_logits() -> None:
     config = LlamaConfig(**{**SIZES, "vocab_size": 60_000, "num_layers": 1})
     model, (B, T) = model_of(config), (8, 128)

@@ -232,6 +232,7 @@ def test_the_files_that_travel_give_the_same_tokens(name: str, tmp_path: Path) -
     assert expected.eos_token_id == found.end
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_pieces_of_a_stream_are_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     """Text after a prompt keeps its first space."""

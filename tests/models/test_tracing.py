@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from torch.profiler import ProfilerActivity, profile
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
@@ -34,6 +35,7 @@ def test_the_parts_of_a_step_are_named() -> None:
     assert names_of_a_step(None) == {"weft.forward": 2, "weft.backward": 2, "weft.sync": 1}
 
 
+@pytest.mark.exhaustive
 def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
     found = pool.run(names_of_a_step, {"pp": 2}, ranks=2)
     # The first rank has two backwards a microbatch, of activations and of weights; the first stage is its only one.
@@ -50,6 +52,7 @@ def names_of_a_trained_step(text: str) -> Counter[str]:
     return Counter(event.name for event in found.events() or () if event.name.startswith("weft."))
 
 
+@pytest.mark.exhaustive
 def test_the_wait_for_data_and_the_update_are_named_too(tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "text.txt").write_text("a step waits for no device " * 30)
     (found,) = pool.run(names_of_a_trained_step, str(tmp_path / "text.txt"), ranks=1)

@@ -171,6 +171,7 @@ def lines(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_the_curves_are_drawn_on_a_terminal_and_saved(tmp_path: Path) -> None:
     curves = read_curves(lines(tmp_path))
     assert (curves.steps[0], curves.losses[-1], curves.held_out) == (1, 2.0, [(20, 5.0)])
@@ -183,6 +184,7 @@ def test_the_curves_are_drawn_on_a_terminal_and_saved(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(beginning)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("values", [[2.5], [float(2)] * 3], ids=["one-step", "flat"])
 def test_a_curve_without_extent_is_drawn(values: list[float], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -152,6 +152,7 @@ def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torc
     return total / tokens.numel()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize(("mesh", "plan"), WAYS)
 def test_documents_of_a_row_are_as_if_each_were_alone(
@@ -186,6 +187,7 @@ def step_of_few(path: str) -> float:
     return made.read_metrics()[0].loss
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:
     """The loss is the mean over the batch, in which some of the data's sequences occur once more than the rest."""
     letters = random.Random(0).choices("abcdefgh", k=1000)

@@ -132,6 +132,7 @@ def test_a_rotary_model_states_the_length_of_training(name: str) -> None:
     assert replace(made, data=config.data).model.max_seq_len == longer, "one that was asked for stays"
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +232,7 @@ def whole_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_norm", [1.0, 1e9])
 def test_the_gradients_norm_counts_every_element_once(max_norm: float, pool) -> None:
     model = Llama(recipe("llama-tiny").model)
@@ -261,6 +263,7 @@ def test_the_count_sees_what_dtensor_issues_unasked(pool) -> None:
         assert none == Counter()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

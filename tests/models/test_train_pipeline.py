@@ -89,6 +89,7 @@ def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFi
     assert "[4, 2] x 2" in rows[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dp", "plan", "model"),
     [

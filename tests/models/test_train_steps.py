@@ -135,6 +135,7 @@ def broken_at_step_three(text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_that_is_not_finite_is_named_when_the_losses_are_read(pool: Pool, text: str) -> None:
     for message in pool.run(broken_at_step_three, text, ranks=2):
         assert "the loss is nan at step 3, on ranks 0, 1" in message
@@ -178,6 +179,7 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
     assert expected.select(phase="gradients")
 
 
+@pytest.mark.exhaustive
 def test_caches_for_tensors_without_data_are_not_used_for_real_tensors() -> None:
     """Tables of angles, and guesses of a loss's gradient: on a mesh without data, and then with data."""
     mesh, tokens = ProcessMesh.grid(tp=2), torch.zeros(2, 8, dtype=torch.long)
@@ -193,6 +195,7 @@ def test_caches_for_tensors_without_data_are_not_used_for_real_tensors() -> None
     assert model.lm_head.weight.grad.isfinite().all()
 
 
+@pytest.mark.exhaustive
 def test_a_step_runs_on_tensors_without_data() -> None:
     """Where there are no values, none can be read."""
     with FakeTensorMode():

@@ -60,6 +60,7 @@ def compared(case: str) -> list[bool]:
     return [torch.equal(found, expected), torch.equal(before, expected), torch.equal(after, before)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", PLANS)
 def test_the_bits_are_the_bases(case: str, pool: Any) -> None:
     for found in pool.run(compared, case, ranks=math.prod(PLANS[case][0].values())):
@@ -109,6 +110,7 @@ def of_experts(case: str | None) -> list[bool]:
     return [torch.equal(found, expected), torch.equal(adapted, expected)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [None, "exchange"])
 def test_adapters_of_experts(case: str | None, pool: Any) -> None:
     assert all(found == [True, False] for found in pool.run(of_experts, case, ranks=1 if case is None else 2))

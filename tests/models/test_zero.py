@@ -150,7 +150,6 @@ def each_case(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], tru
 
 
 @pytest.mark.table
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, LEVELS, VARIANTS))
 def test_paddlenlp_9412_sharding_levels_end_three_clipped_steps_with_the_weights_of_one_process(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool: Any, combinations: Callable[[int], None]
@@ -161,6 +160,7 @@ def test_paddlenlp_9412_sharding_levels_end_three_clipped_steps_with_the_weights
     assert not any(found), "\n".join(said for wrong in found for said in wrong)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "plan",
     [
@@ -184,6 +184,7 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=1e-2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", [sgd, adagrad])
 @pytest.mark.parametrize("zero", LEVELS[1:])
 def test_an_optimizer_that_works_by_the_element_needs_no_change(zero: int, optimizer: Any, pool: Any) -> None:
@@ -192,6 +193,7 @@ def test_an_optimizer_that_works_by_the_element_needs_no_change(zero: int, optim
         assert_same(found, truth)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", LEVELS)
 def test_gradients_of_several_passes_add_up(zero: int, pool: Any) -> None:
     truth = truth_of(CONFIG, microbatches=2)
@@ -337,6 +339,7 @@ def in_order(layers: tuple[int, ...]) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_the_order_check_sees_the_gathers(pool: Any) -> None:
     assert pool.run(in_order, (2, 2), ranks=2) == ["", ""]
     for said in pool.run(in_order, (2, 1), ranks=2):

@@ -45,6 +45,7 @@ def held_around_a_step(zero: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", LEVELS[1:])
 def test_zero_1_and_2_keep_full_parameters_between_calls_and_zero_3_keeps_none(zero: int, pool: Any) -> None:
     everything = sum(parameter.numel() * 4 for parameter in make(SMALL).parameters())
@@ -80,6 +81,7 @@ def events(steps: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_next_blocks_gather_is_under_way_while_a_block_computes(pool: Any) -> None:
     ahead = ["gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"]
     back = ["gather 2", "gather 1", "backward 2", "gather 0", "backward 1", "backward 0"]
@@ -184,6 +186,7 @@ def adapted(zero: int | None, after: bool) -> tuple[dict[str, Tensor], list[str]
 adapted_alone = functools.cache(functools.partial(adapted, None, False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("zero", LEVELS[1:])
 def test_adapters_train_beside_sharded_weights(zero: int, after: bool, pool: Any) -> None:

@@ -187,6 +187,7 @@ def averaged(zero: int | None) -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", LEVELS)
 def test_an_average_of_weights_is_that_of_one_process(zero: int, pool: Any) -> None:
     truth = averaged(None)
@@ -272,6 +273,7 @@ def counted(zero: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [1, 2])
 def test_parameters_known_not_to_change_are_gathered_once(zero: int, pool: Any) -> None:
     for found in pool.run(counted, zero, ranks=2):
@@ -305,6 +307,7 @@ def through_views(zero: int) -> None:
                 by_foreach(alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", LEVELS)
 def test_views_from_before_the_first_pass_are_views_still(zero: int, pool: Any) -> None:
     pool.run(through_views, zero, ranks=2)

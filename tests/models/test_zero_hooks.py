@@ -144,6 +144,7 @@ def stepped_in_backward(zero: int | None, passes: int) -> tuple[dict[str, Any], 
     return model.weights(), len(steps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero", "passes"),
     [
@@ -215,6 +216,7 @@ def choices_alone(passes: int) -> dict[str, list[dict[str, Any]]]:
     return each_choice(None, passes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("zero", LEVELS)
 def test_parameters_that_learn_later_are_synchronized_too(zero: int, passes: int, pool: Any) -> None:

@@ -62,6 +62,7 @@ def bytes_of_steps(axes: dict[str, int], plan: dict[str, Any], passes: int) -> l
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("plan", "passes", "times"),
     [

@@ -156,6 +156,7 @@ def every_pair_on_processes(a, b, shape, portion):
     return results
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "a, b, shape, ranks",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +48,7 @@ def kept(layouts: list[Layout]) -> None:
         assert x.to_local().shape == layout.local_shape(WHOLE.shape, dist.get_rank())
 
 
+@pytest.mark.exhaustive
 def test_the_layout_of_a_dtensor_is_the_one_it_was_laid_in(portion: Portion, pool: Pool) -> None:
     each = [list(portion.of(dict.fromkeys(in_every_order(mesh)), every=20)) for mesh in MESHES]
     assert all(each)

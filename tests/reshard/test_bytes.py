@@ -11,6 +11,7 @@ from weft.mesh.process_mesh import ProcessMesh as Mesh
 from weft.reshard import AllGather, AllReduce, Link, ReduceScatter, Slice, Topology, plan
 from weft.reshard.planning.exchange import messages_of
 
+from tests.support.limits import python_seconds
 from tests.support.shards import every_layout, pairs_of
 
 F32 = torch.float32
@@ -37,6 +38,7 @@ def needed_and_not_held(src, dst, shape):
     return most
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sizes, ndim, every",
     [
@@ -159,17 +161,20 @@ def seconds_of(call, rounds=100):
 @pytest.mark.parametrize(
     "sizes, limit",
     [
-        pytest.param((2, 2, 2), 1e-3, id="8-ranks"),
-        pytest.param((64, 64, 32), 1e-3, id="131072-ranks"),
-        pytest.param((2, 2, 2, 2, 2), 20e-3, id="five-axes"),
-        pytest.param((16, 16, 8, 8, 8), 20e-3, id="five-axes-131072-ranks"),
+        pytest.param((2, 2, 2), 1, id="8-ranks"),
+        pytest.param((64, 64, 32), 1, id="131072-ranks"),
+        pytest.param((2, 2, 2, 2, 2), 20, id="five-axes"),
+        pytest.param((16, 16, 8, 8, 8), 20, id="five-axes-131072-ranks"),
     ],
 )
 def test_a_new_plan_is_made_in_a_millisecond(sizes, limit):
-    """The size of the mesh does not matter; a cached plan is found in microseconds."""
+    """The size of the mesh does not matter; a cached plan is found in microseconds.
+
+    limit: in units of `python_seconds`, of about a millisecond.
+    """
     mesh = ProcessMesh.grid(**dict(zip("abcde", sizes, strict=False)))
     ends = itertools.cycle(["S(0)", "S(1)", "R", "P", "S(2)"])
-    taken = []
+    taken, units = [], []
     for offset in range(9):
         texts = []
         for _ in range(2):
@@ -180,8 +185,9 @@ def test_a_new_plan_is_made_in_a_millisecond(sizes, limit):
         start = time.thread_time()  # which does not go on while another program has the core
         plan(src, dst, shape, F32)
         taken.append(time.thread_time() - start)
-    assert sorted(taken)[len(taken) // 2] < limit, taken
-    assert seconds_of(lambda: plan(src, dst, shape, F32)) < 5e-6
+        units.append(python_seconds())
+    assert sorted(taken)[len(taken) // 2] < limit * sorted(units)[len(units) // 2], (taken, units)
+    assert seconds_of(lambda: plan(src, dst, shape, F32)) < 0.005 * min(units)
 
 
 def test_a_plan_knows_nothing_of_the_meshes_before_it():

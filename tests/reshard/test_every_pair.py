@@ -56,6 +56,7 @@ def test_every_pair(portion, sizes, ndim, each):
         check(src, dst, whole_of(shape))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("quarter", range(4))
 def test_every_pair_on_2x2x2(portion, quarter):
     """Tensors with three dims cover tensors with two, as the last dim may be on no axis."""
@@ -65,6 +66,7 @@ def test_every_pair_on_2x2x2(portion, quarter):
         check(src, dst, whole_of(shape))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -214,6 +214,7 @@ def unpaused(mesh_shape):
             sync.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2)], ids=str)
 def test_passes_that_are_not_paused(pool, mesh):
     pool.run(unpaused, mesh, ranks=math.prod(mesh))
@@ -228,6 +229,7 @@ def in_another_dtype(mesh_shape):
         check(model, False, 2, torch.bfloat16, summed_in=torch.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (4, 1)], ids=str)
 def test_sums_in_another_dtype_cast_first(pool, mesh):
     pool.run(in_another_dtype, mesh, ranks=math.prod(mesh))

@@ -97,6 +97,7 @@ def over_more_axes(sizes, named):
             assert same_bits(found, truth[dst.local_slices(shape, rank)]), placements
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes, named",
     [

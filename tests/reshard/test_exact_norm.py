@@ -88,6 +88,7 @@ def magnitudes(n: int, spread: float, dtype: torch.dtype, seed: int = 0) -> Tens
     return values.clamp(-limit, limit).to(dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spread", [0.0, 4.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_gradients_are_added_in_chunks(dtype: torch.dtype, spread: float, monkeypatch: Any) -> None:
@@ -113,6 +114,7 @@ def test_one_large_element_hides_no_small_ones() -> None:
     assert norm == torch.tensor(math.sqrt(1 + (2**18 - 1) * small**2)).item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm_type", [1.0, 2.0])
 def test_layouts_in_memory_do_not_matter(norm_type: float, monkeypatch: Any) -> None:
     whole = magnitudes(24 * 50, 3.0, torch.float32).view(24, 50)
@@ -215,6 +217,7 @@ def on_meshes(norm_type: float, size: int) -> list[tuple[float, list[Tensor], li
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_every_mesh_has_the_bits_of_one_process(norm_type: float, pool: Pool) -> None:
     norm, scaled = norm_and_gradients(gradients(), norm_type, 0.5)

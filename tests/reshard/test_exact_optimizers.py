@@ -77,6 +77,7 @@ def whole(tensor: Any) -> Tensor:
     return (to_global(tensor) if hasattr(tensor, "device_mesh") else tensor).detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.every_value
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_of_torch_round_float32_elements_alike(name: str) -> None:
@@ -97,6 +98,7 @@ FURTHER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 OF_TWO_BYTES = LOOPS | FURTHER
 
 
+@pytest.mark.few(2)
 @pytest.mark.every_value
 @pytest.mark.parametrize("name", OF_TWO_BYTES)
 def test_loops_of_torch_round_bfloat16_elements_alike_or_are_refused(name: str) -> None:
@@ -182,6 +184,7 @@ def on_meshes(
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", [by_adamw, by_muon])
 def test_every_mesh_has_the_bits_of_one_process(

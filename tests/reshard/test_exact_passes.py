@@ -110,6 +110,7 @@ def story(steps: Sequence[Passes], exact: bool) -> None:
             sync.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STORIES)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "ordinary"])
 def test_ranks_that_lack_gradients_of_some_passes(pool: Any, name: str, exact: bool) -> None:

@@ -168,6 +168,7 @@ def averages_and_extremes(mesh_shape, named):
             assert torch.equal(to_global(distribute(finite, src)), finite), op
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2)], ids=str)
 def test_other_reductions(pool, mesh):
     pool.run(averages_and_extremes, mesh, NAMED, ranks=math.prod(mesh))

@@ -234,6 +234,7 @@ def bad_input():
     assert seen.kinds == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "function",
     [

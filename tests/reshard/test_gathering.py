@@ -51,6 +51,7 @@ def gathered(axes: dict[str, int]) -> tuple[list[str], int]:
     return wrong, len(seen.kinds)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
 def test_shards_whose_axes_come_in_other_orders_travel_together(axes: dict[str, int], pool: Pool) -> None:
     found: list[Any] = pool.run(gathered, axes, ranks=ProcessMesh.grid(**axes).size)

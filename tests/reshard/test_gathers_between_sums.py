@@ -87,11 +87,13 @@ def steps(missing: int | None, on_both: bool, since: int = 1) -> tuple[str, bool
     return "", right
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("missing", range(BLOCKS))
 def test_zeros_are_sent_before_the_next_gather(missing: int, pool: Any) -> None:
     assert pool.run(steps, missing, False, ranks=2) == [("", True)] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("missing", [3, 5, 6, 7])
 def test_sums_that_met_gathers_are_refused(missing: int, pool: Any) -> None:
     """In the first step no rank knows the layout of a gradient that does not come."""
@@ -99,6 +101,7 @@ def test_sums_that_met_gathers_are_refused(missing: int, pool: Any) -> None:
         assert "parameters were gathered between the sums of gradients (ZeRO 3)" in error
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("missing", "on_both"), [(None, False), (0, False), (4, True)])
 def test_sums_in_the_same_order_are_right(missing: int | None, on_both: bool, pool: Any) -> None:
     for error, right in pool.run(steps, missing, on_both, ranks=2):

@@ -111,6 +111,7 @@ def story(each_step: Sequence[Used]) -> list[list[int]]:
     return [steps(DATA, each_step, options) for options in OPTIONS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STORIES)
 def test_the_sum_over_the_ranks_that_have_a_gradient_is_on_all_ranks(name: str, pool: Any) -> None:
     first, second = pool.run(story, STORIES[name], ranks=2)
@@ -135,6 +136,7 @@ def drawn(mesh: ProcessMesh, ranks: int, portion: Sequence[int]) -> None:
         steps(mesh, each_step, OPTIONS[seed % len(OPTIONS)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_whatever_each_rank_uses(ranks: int, pool: Any, portion: Any) -> None:
     pool.run(drawn, ProcessMesh.grid(dp=ranks), ranks, list(portion.of(range(40), every=4)), ranks=ranks)

@@ -55,6 +55,7 @@ def test_over_two_axes_of_a_part_of_the_world_there_is_one_group(pool: Pool):
     assert pool.run(over_two_axes_of_a_part, ranks=6) == [None, *[expected] * 4, None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("others", [0, 3])
 def test_a_graph_kept_of_another_program_has_its_groups_made(pool: Pool, halves, others):
     assert pool.run(named_first, others, ranks=8) == halves

@@ -84,6 +84,7 @@ def promised_too_little(shape, ops, every, portion):
     return wrong
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "shape, ops, every",
     [

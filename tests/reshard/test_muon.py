@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Muon, distribute, layout_of, to_global
 from weft.reshard.extension import Collective, recording
@@ -203,6 +207,7 @@ def recorded(mesh: ProcessMesh, rank: int, shapes: list[tuple[int, ...]], text: 
         return record.take_each()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sizes", "text", "axes"),
     [
@@ -249,3 +254,46 @@ def test_the_next_round_is_under_way_before_the_iterations(monkeypatch: pytest.M
     monkeypatch.setattr(muon, "_orthogonalized", iterating)
     recorded(ProcessMesh.grid(tp=2), 0, [(4, 4)] * 6, "tp: S(0)")
     assert order == ["bring", *["bring", "iterate", "back"] * 2, "iterate", "back"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the bfloat16 tensors that are alive after each op; `most` is the largest count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.dtype == torch.bfloat16:
+                storage = each.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self._alive[reference.cdata] = reference, storage.nbytes()
+        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._alive.values()))
+        return out
+
+
+def matrices_alive(count: int, shape: tuple[int, int]) -> float:
+    """The most bfloat16 bytes alive in a step of `count` sharded matrices, over the bytes of a whole matrix."""
+    layout = Layout(ProcessMesh.grid(dp=dist.get_world_size()), "dp: S(0)")
+    matrices = [nn.Parameter(distribute(gradient(shape, 0, number), layout)) for number in range(count)]
+    for number, matrix in enumerate(matrices):
+        matrix.grad = distribute(gradient(shape, 1, number), layout)  # type: ignore[assignment]
+    with LiveBytes() as live:
+        Muon(matrices).step()
+    return live.most / (2 * math.prod(shape))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most"),
+    [
+        pytest.param(2, 6, id="contiguous parts"),
+        pytest.param(4, 6 + 4 * 3 / 4, id="two exchanges under way with packed parts, of three quarters each way"),
+    ],
+)
+def test_a_rank_holds_six_matrices_and_packed_parts(ranks: int, most: float, pool: Pool) -> None:
+    products = 2 * 8 / 512
+    assert max(pool.run(matrices_alive, 6 * ranks, (512, 8), ranks=ranks)) == most + products

@@ -75,6 +75,7 @@ def reductions_of_a_partial():
         infer.whole("norm", "x", layout_of(x), (0, 1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -115,6 +115,7 @@ def held(src: str, dst: str, shape: tuple[int, int]) -> tuple[int, int]:
     return many, one
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", sorted(set(CHANGES) - {"largest"}))  # of which all ranks' rows are reduced here
 def test_no_more_is_alive_at_once_than_in_one_piece(pool: Pool, change: str) -> None:
     for many, one in pool.run(held, *CHANGES[change], (256, 256), ranks=4):

@@ -158,6 +158,7 @@ def planned() -> str:
     return printed.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_the_same_plans_in_every_worker(pool):
     """Ties are broken alike in every process, whatever strings hash to, and whatever was planned before."""
     assert pool.run(planned, ranks=1) == [planned()]

@@ -71,6 +71,7 @@ def outside(program: Callable[[DTensor, Layout, DTensor], int], chosen: list[Cas
             assert x.to_local().shape == source.local_shape(shape, dist.get_rank())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", [held, in_microbatches, retained, used_twice])
 def test_gradients_on_ranks_outside_of_the_mesh(pool: Pool, portion: Portion, program) -> None:
     assert len(list(cases())) == sum((2 + len(shape)) ** 2 for shape in SHAPES) * len(MESHES)

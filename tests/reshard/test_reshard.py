@@ -270,6 +270,7 @@ def uneven_all_gather():
             assert torch.equal(to_global(distribute(whole, layout)), whole), str(layout)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "function, arguments, ranks",
     [

@@ -66,6 +66,7 @@ def of_dtypes_and_sizes() -> None:
     assert held is not None and held.nbytes >= 3 * ELEMENTS * 8, "it grew with what was wanted"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shared_memory_gives_the_sum_in_every_dtype_and_size(pool, ranks: int) -> None:
     pool.run(of_dtypes_and_sizes, ranks=ranks)
@@ -91,6 +92,7 @@ def of_members_that_hurry_and_wait(seed: int) -> None:
         assert torch.equal(pending.wait(), truth(round)), round
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_one_after_the_other_do_not_mix(pool, ranks: int) -> None:
     pool.run(of_members_that_hurry_and_wait, 7, ranks=ranks)
@@ -104,6 +106,7 @@ def of_several_at_once() -> None:
             assert torch.equal(several[i].wait(), truth(round + i, (i + 1) * ELEMENTS))
 
 
+@pytest.mark.exhaustive
 def test_while_one_is_under_way_others_go_by_themselves(pool) -> None:
     pool.run(of_several_at_once, ranks=3)
 

@@ -135,6 +135,7 @@ def beside_tensor_parallelism() -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_parameters_of_fsdp2_beside_tensor_parallelism(pool: Pool) -> None:
     layouts = {
         "up.weight": "tp: S(0), dp: S(0)",

@@ -4,7 +4,8 @@
    values are left out.
    A test has at most 3 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 3 are in
    the sample. A test in which every value tests a different rule, as an op or a source file does, is marked
-   `@pytest.mark.every_value`, and has no limit.
+   `@pytest.mark.every_value`, and has no limit. A test whose cases are long, and of which n cases are enough, is
+   marked `@pytest.mark.few(n)`: the sample has the first n cases taken by this rule.
 2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
    every n-th case in `test`, and with the remaining cases.
 
@@ -16,9 +17,9 @@
 4. A long test with a shorter version is marked by hand: `@pytest.mark.exhaustive`.
 5. A table whose cases run together, as in a call of the worker processes, gets the parameters from `together`.
    Every value of the first parameter has two lists: the cases taken by rule 1, and the remaining cases.
-6. A test in tests/models whose cases each run on several processes runs with the first case taken by these rules,
-   or with the first n cases if marked `@pytest.mark.few(n)`. Tests in tests/models vary meshes, plans and families;
-   files elsewhere vary ops, rules and failures.
+6. A test in tests/models whose cases each run on several processes is taken as if marked `@pytest.mark.few(1)`, unless
+   marked with a number. Tests in tests/models vary meshes, plans and families; files elsewhere vary ops, rules and
+   failures.
 
 Cases left out have the mark `exhaustive`. The names of the cases alone decide: the sample is the same in every
 process, on every machine, and for any selection of tests.
@@ -39,7 +40,7 @@ Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of t
 
 # Marks of tests outside every sample.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-AT_MOST = 3  # cases taken of a test without the mark `every_value`
+AT_MOST = 3  # cases taken of a test without the marks `every_value` and `few`
 A_FEW = 1  # cases taken of a test of models on several processes, without the mark `few`
 
 
@@ -116,9 +117,11 @@ def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
 def _limit(items: list[pytest.Item]) -> int | None:
     """The greatest number of a test's items in the sample; None without a limit."""
     marks = {mark.name: mark for item in items for mark in item.iter_markers()}
+    if "few" in marks:
+        number: int = marks["few"].args[0]
+        return number
     if any(_is_of_models_on_processes(item) for item in items):
-        few = marks.get("few")
-        return few.args[0] if few else A_FEW
+        return A_FEW
     return None if "every_value" in marks else AT_MOST
 
 

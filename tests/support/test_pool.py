@@ -149,6 +149,7 @@ def test_the_death_of_a_worker_is_named_first(pool: Pool, function: object, says
     assert says in caught.value.failures[0].what
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_is_shown_with_its_stack(pool: Pool) -> None:
     with pytest.raises(RanksFailed, match="no answer") as caught:
         pool.run(sleeps_on, 1, ranks=2, timeout=1)
@@ -172,6 +173,7 @@ def test_a_worker_that_died_between_calls_is_replaced(pool: Pool) -> None:
     assert pool.run(rank_and_size, ranks=1) == [(0, 1)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell how many threads there are")
 def test_a_worker_in_which_many_groups_live_on_is_replaced(pool: Pool) -> None:
     few = pool.run(holds_groups, 2, ranks=2)

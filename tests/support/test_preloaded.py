@@ -16,6 +16,7 @@ from tests.support import preloaded
 PYTHON = (sys.executable, "-c")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "program",
     [
@@ -89,6 +90,7 @@ def test_a_signal_reaches_the_command() -> None:
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in error
 
 
+@pytest.mark.exhaustive
 def test_a_command_beyond_its_timeout_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):

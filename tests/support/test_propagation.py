@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +28,7 @@ def added(names: tuple[str, str], size: int) -> tuple[int, Tensor]:
     return asked.call_count, total.full_tensor()
 
 
+@pytest.mark.exhaustive
 def test_torch_is_asked_once_for_each_mesh_and_shape() -> None:
     x = 4 * torch.arange(6.0).reshape(3, 2).repeat(2, 1)
     with Pool() as pool:
@@ -42,6 +44,7 @@ def added_for_long(size: int) -> int:
         return added(("a", "b"), size)[0]
 
 
+@pytest.mark.exhaustive
 def test_other_workers_read_what_took_long(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         assert sum(pool.run(added_for_long, 2, ranks=4)) > 0

@@ -42,6 +42,10 @@ def test_many(letter, number): ...
 @pytest.mark.parametrize("number", range(20))
 def test_rules(number): ...
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("number", range(20))
+def test_long(number): ...
+
 def test_portions(portion): ...
 
 @searched(st.integers())
@@ -85,7 +89,7 @@ def of(names: list[str], test: str) -> list[list[str]]:
 
 def test_every_item_is_in_one_selection_and_none_in_both(selections: tuple[list[str], list[str]]) -> None:
     names = sorted(selections[0] + selections[1])
-    assert len(names) == len(set(names)) == 2 * 12 + 3 + 4 + 60 + 20 + 2 + 2 + 1
+    assert len(names) == len(set(names)) == 2 * 12 + 3 + 4 + 60 + 20 + 20 + 2 + 2 + 1
 
 
 def test_of_a_product_every_value_is_taken(selections: tuple[list[str], list[str]]) -> None:
@@ -111,6 +115,11 @@ def test_of_many_values_three_are_taken(selections: tuple[list[str], list[str]])
 def test_of_values_that_are_rules_all_are_taken(selections: tuple[list[str], list[str]]) -> None:
     assert len(of(selections[0], "test_rules")) == 20
     assert of(selections[1], "test_rules") == []
+
+
+def test_of_long_cases_as_many_as_named_are_taken(selections: tuple[list[str], list[str]]) -> None:
+    assert len(of(selections[0], "test_long")) == 2
+    assert len(of(selections[1], "test_long")) == 18
 
 
 def test_a_value_that_is_marked_needs_no_sample(selections: tuple[list[str], list[str]]) -> None:

@@ -129,6 +129,7 @@ def test_torch_is_chosen_only_where_its_attention_is_fused(
     assert ops_called(monkeypatch, 2048, 2048, dtype, head_dim, causal=causal) == [chosen]
 
 
+@pytest.mark.exhaustive
 def test_the_choice_is_compiled_once_for_many_lengths(filled: None) -> None:
     """A length that torch.compile does not know is compared with the table's, and stays unknown."""
     counted = CompileCounter()

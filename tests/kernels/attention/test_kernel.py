@@ -53,6 +53,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return "cuda"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option(name: str, dtype: torch.dtype, device: str) -> None:
@@ -66,12 +67,14 @@ def test_pairs_of_options(portion: Portion, device: str) -> None:
         assert_correct(merged(*(OPTIONS[name] for name in pair)), next(dtypes), device)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head_dim", [1, 5, 16, 24, 64, 80, 128, 256])
 def test_head_sizes(head_dim: int, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert_correct(Case(T=19, S=19, heads=2, kv_heads=1, B=1, head_dim=head_dim), dtype, device)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("S", [0, 1, 15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("T", [0, 1, 16, 17, 32])
 def test_sizes(T: int, S: int, device: str) -> None:
@@ -80,7 +83,7 @@ def test_sizes(T: int, S: int, device: str) -> None:
     assert_correct(replace(case, sinks=True, causal=False, dropout=0.25), torch.float32, device)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.5, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (0.0, 1.0))])
 @pytest.mark.parametrize("S", [21, 24], ids=["a-block-a-number", "a-block-for-eight"])
 def test_dropout(S: int, p: float, device: str) -> None:
     assert_correct(Case(T=24, S=S, dropout=p, documents=((0,) * 3 + (1,) * (S - 3),) * 2), torch.float32, device)

@@ -87,6 +87,7 @@ SINKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
 def test_a_sink_is_a_logit_of_softmax(options: dict[str, Any], number: float, device: str) -> None:

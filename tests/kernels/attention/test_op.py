@@ -220,6 +220,7 @@ def with_a_cache_on_mesh(text: str, documents_text: str, options: dict[str, Any]
     return read_on(laid, [3, 1, 2, 1], options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layouts", [("dp: S(0), tp: S(2)", "dp: S(0)"), ("tp: S(2)", ""), ("", "")], ids=str)
 def test_on_a_mesh_a_cache_holds_what_the_keys_do(pool: Pool, layouts: tuple[str, str]) -> None:
     expected = attend(*operands(7, 7, B), head_dim=D, window=2, documents=PACKED)
@@ -357,6 +358,7 @@ def on_mesh(name: str, T: int, kv_heads: int) -> None:
             torch.testing.assert_close(to_global(one.detach()), other, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("T", [7, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_on_a_mesh_it_sees_and_drops_what_it_does_on_one_process(pool: Pool, name: str, T: int) -> None:

@@ -213,6 +213,7 @@ EVERY = {"documents": [[3, 1, 9, 6], [19]], "window": 4, "softcap": 0.8, "sinks"
 KERNELS = SINGLE | {"every": {**EVERY, "dropout_key": 7, "order": SINGLE["order"]["order"]}}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_op_launches_the_kernels_with_its_options(name: str, interpreted: None) -> None:
     assert_as_good_as_eager(KERNELS[name], torch.float32)
@@ -274,6 +275,7 @@ HELD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.every_value
 @pytest.mark.parametrize("kv_heads", [2, 1], ids=["", "grouped"])
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed"])

@@ -68,6 +68,7 @@ def compiled_and_eager(leaves: list[Tensor], options: dict[str, Any]) -> None:
     assert seen == {"weft.attention.default": 1, "weft.attention_backward.default": 1}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_plain_tensors(options: dict[str, Any]) -> None:
     compiled_and_eager([x.requires_grad_() for x in tensors("sinks" in options)], options)
@@ -82,6 +83,7 @@ def on_mesh(name: str) -> None:
     compiled_and_eager([distribute(x, Layout(TWO, text)).requires_grad_() for x, text in given], options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["documents", "window-softcap-sinks"])
 def test_dtensors(name: str, pool: Pool) -> None:
     pool.run(on_mesh, name, ranks=2)
@@ -118,6 +120,7 @@ def test_a_cache_in_a_compiled_function() -> None:
     torch.testing.assert_close(torch.compile(read, backend="eager")(KeyValueCache(9)), read(KeyValueCache(9)))
 
 
+@pytest.mark.exhaustive
 def test_numbers_and_documents_of_a_graph_with_unknown_sizes() -> None:
     """A size which torch.compile does not know equals the documents' size, and such options are numbers."""
 

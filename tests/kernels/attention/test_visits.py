@@ -114,6 +114,7 @@ def test_most_blocks_of_long_documents_have_no_mask() -> None:
     assert masked <= 2 * 64 and len(found) > 2000
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -152,6 +153,7 @@ def test_bytes_moved(case: Case) -> None:
     assert least <= backward.loaded <= least + 2 * ranges_bytes
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_the_size_of_the_scores_is_allocated() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 

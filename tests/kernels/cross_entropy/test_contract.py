@@ -185,6 +185,7 @@ def test_the_reference_is_the_same_in_any_chunks(monkeypatch, chunk):
 MORE = ({}, {"softcap": 30.0, "z_loss": 1e-4}, {"label_smoothing": 0.1}, {"return_token_accuracy": True})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", MORE, ids=str)
 def test_six_bytes_a_bf16_logit(interpreted, options):
     """2 read forward, 2 read and 2 written backward; of an ignored row only the target and the statistics are read."""

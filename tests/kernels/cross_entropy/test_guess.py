@@ -44,6 +44,7 @@ def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options:
         return step(logits, target, upstream, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -179,6 +180,7 @@ def test_each_coordinate_of_a_named_mesh_takes_the_gradient_made_in_forward(pool
     assert pool.run(asked_for_four_coordinates, ranks=1) == [(4, True)]
 
 
+@pytest.mark.exhaustive
 def test_losses_whose_backwards_come_later(device):
     """Each loss keeps the guess that its forward made."""
     logits, target, _ = make(5, 37, device, torch.bfloat16)

@@ -88,6 +88,7 @@ def test_z_loss_and_accuracy_have_no_gradient_and_change_no_gradient(
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.few(2)
 @REDUCTIONS
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_linear_cross_entropy_returns_z_loss_and_accuracy(device: str, reduction: str, weighted: bool) -> None:

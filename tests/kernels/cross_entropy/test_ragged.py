@@ -17,6 +17,7 @@ ALL = {"weight": True, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 7.0, "
 LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 31, 8191, BLOCK + 1, BLOCK + 9]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "options"])
 @pytest.mark.parametrize("V", LENGTHS)
 def test_the_kernels_are_torchs_path(interpreted, V, options):
@@ -59,6 +60,7 @@ def _close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("V", [9, 31, 4097])
 def test_no_class_is_read_or_written_twice(interpreted, V):
     logits, target, _ = make(9, V, "cpu", torch.bfloat16)

@@ -87,6 +87,7 @@ def test_a_class_of_another_shard_is_ignored(device, reduction, ignore_index):
     assert (gradient[target == ignore_index] == 0).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -32,6 +32,7 @@ def vocab_parallel(mesh, placements, classes, tokens, dtype):
     return told(loss), told(x.grad.float()), gathers.nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mesh, placements",
     [

@@ -46,6 +46,7 @@ def test_other_layouts_name_the_remedy(pool: Pool) -> None:
             assert "operand " not in messages[name] and "einsum" not in messages[name]
 
 
+@pytest.mark.exhaustive
 def test_the_matrices_gradients_can_wait(device: str) -> None:
     of = mixture(9, 16, 8, 3, 2)
     leaves = [torch.nn.Parameter(each.float().to(device)) for each in of.floats]

@@ -67,6 +67,7 @@ def test_float64_is_the_definition(name: str) -> None:
     torch.testing.assert_close(gradients(partial(weft, of), *of.floats), gradients(partial(torchs, of), *of.floats))
 
 
+@pytest.mark.exhaustive
 def test_weights_in_float32_beside_16_bits(device: str) -> None:
     of = MIXTURES["two-of-four"]
     x, weights, *matrices = (each.to(device, torch.bfloat16) for each in of.floats)
@@ -93,6 +94,7 @@ def test_finite_differences() -> None:
     assert torch.autograd.gradcheck(partial(weft, of), [each.clone().requires_grad_() for each in of.floats])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("needed", range(5))
 def test_one_gradient_alone(needed: int, device: str) -> None:
     of = MIXTURES["experts-of-other-ranks"]
@@ -116,6 +118,7 @@ def test_leading_dims_strides_and_int32(device: str) -> None:
     assert_as_good_as_eager(found.flatten(0, 1), torchs(of, x, weights, gate, up, down), torchs(of, *of.floats))
 
 
+@pytest.mark.exhaustive
 def test_two_runs_are_equal_to_the_bit(device: str) -> None:
     of = MIXTURES["every-expert"]
     floats = [each.to(device, torch.bfloat16) for each in of.floats]
@@ -123,6 +126,7 @@ def test_two_runs_are_equal_to_the_bit(device: str) -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.exhaustive
 def test_rows_bound_the_memory(device: str) -> None:
     of = MIXTURES["experts-of-other-ranks"]
     here = int(((of.experts >= of.first) & (of.experts < of.first + 3)).sum())
@@ -216,6 +220,7 @@ def test_kept_for_backward_are_two_numbers_an_inner_element_and_the_order(choice
     assert kept(partial(weft, of), *floats) == 2 * rows * 24 + rows + 8
 
 
+@pytest.mark.few(1)
 def test_a_compiled_graph_has_one_op_forward_and_one_backward(device: str) -> None:
     torch._dynamo.reset()
     of = MIXTURES["experts-of-other-ranks"]

@@ -10,6 +10,7 @@ from weft.kernels.linear_cross_entropy import gradients
 from tests.kernels.linear_cross_entropy.cases import CHUNKS, make, run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_two_backwards_and_two_losses_of_one_input(device, reduction):
     case = make((9,), 31, device, torch.bfloat16, reduction, bias=True)

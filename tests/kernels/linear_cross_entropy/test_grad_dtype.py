@@ -51,6 +51,7 @@ def test_a_gradient_that_is_to_be_float32_is_not_rounded(device, reduction, chun
         torch.testing.assert_close(ours.bfloat16(), other, rtol=2**-7, atol=0)  # an ulp
 
 
+@pytest.mark.exhaustive
 def test_an_upstream_gradient_multiplies_the_float32_sum(device):
     case = asking(make((9,), 37, device, torch.bfloat16, bias=True), torch.float32)
     exact = backward(case._replace(upstream=torch.ones((), device=device)), chunk_tokens=4)[1].clone()

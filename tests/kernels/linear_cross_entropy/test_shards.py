@@ -62,6 +62,7 @@ def test_a_whole_shard_of_minus_infinity(device, masked, chunk_tokens):
     assert (gradients[2][masked] == 0).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_transposed_and_sliced_factors(device, reduction):
     case = make((2, 3), V, device, reduction=reduction, bias=True)

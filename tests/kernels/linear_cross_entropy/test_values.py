@@ -74,6 +74,7 @@ def test_a_denominator_is_what_mean_divides_by(device):
     torch.testing.assert_close(gradients, [each / 77 for each in of_sum])
 
 
+@pytest.mark.exhaustive
 def test_transposed_and_sliced_factors(device):
     case = make((4, 6), 31, device, bias=True)
     x = case.input.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()

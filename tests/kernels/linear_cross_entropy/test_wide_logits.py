@@ -46,6 +46,7 @@ def check_error(found: list[Tensor], case: Given, **options: Any) -> None:
         assert max_error(ours, true) <= 2 * max(max_error(rounded, true), least) + 1e-6 * largest
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
@@ -56,6 +57,7 @@ def test_the_error_is_that_of_rounding_the_gradients(device, dtype, reduction, c
     check_error([loss, *gradients], case, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_parts_of_a_chunk_are_the_whole(device, dtype, reduction):
@@ -73,6 +75,7 @@ def test_the_parts_of_a_chunk_are_the_whole(device, dtype, reduction):
     check_error([shards[0], *shards[1]], case, reduction=reduction)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", NARROW)
 def test_the_error_is_no_larger_than_that_of_torchs_chunks(device, dtype):
     if not hasattr(F, "linear_cross_entropy"):

@@ -124,6 +124,7 @@ def test_gradients_of_experts_are_not_added_where_they_are_one_in_memory(device:
     assert not total.any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts"])
 def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
     """A tile of a group reads its rows and columns once, whichever groups there are."""

@@ -88,12 +88,14 @@ def same(found: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]], dt
         torch.testing.assert_close(one[1], other[1], **close)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", GATHERED)
 def test_a_gather_in_steps_is_the_gather_and_the_product(pool: Pool, case: str, dtype: torch.dtype) -> None:
     pool.run(gathered, case, dtype, ranks=GATHERED[case][0].size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SCATTERED)
 def test_a_reduction_in_steps_is_the_product_and_the_reduction(pool: Pool, case: str, dtype: torch.dtype) -> None:

@@ -68,6 +68,7 @@ def test_values_and_gradients(K: int, biases: bool, turned: bool, dtype: torch.d
         assert_as_good_as_eager(mine.cpu(), other, truth)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turned", [False, True], ids=["as-they-are", "turned"])
 def test_gradients_by_finite_differences(turned: bool) -> None:
     given = [each.requires_grad_() for each in operands(3, torch.float64, True)]

@@ -33,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_matmul, "candidates", lambda of, format: TRIED)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["swiglu", pytest.param("fp8", marks=needs_scaled_rows), "fp8, one scale"])
 def test_each_way_is_checked_and_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compared(kind, 32, 48, 16, "cpu", Host(), rounds=3)
@@ -45,6 +46,7 @@ def test_each_way_is_checked_and_timed(kind: str, monkeypatch: pytest.MonkeyPatc
     assert compared(kind, 32, 48, 16, "cpu", Host(), rounds=3).tuned
 
 
+@pytest.mark.exhaustive
 def test_torchs_autotuned_product_is_timed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [compared("gelu", 32, 48, 16, "cpu", Host(), rounds=2, autotuned=each) for each in (False, True)]
     assert [AUTOTUNED in each.timed for each in found] == [False, True]
@@ -122,6 +124,7 @@ def test_a_kernel_that_spills_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -
     assert tune_matmul.fastest(case, TRIED, Host(), "a test", rounds=2) is None
 
 
+@pytest.mark.exhaustive
 def test_tuning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, format = tmp_path / "table.json", FORMATS["bf16"]
     table.write_text("[]")
@@ -150,6 +153,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert tuned(where="newer versions") == (0, 4)
 
 
+@pytest.mark.exhaustive
 def test_a_size_is_compiled_after_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles a function for a few sizes only, and then runs it eagerly."""
     compiled: list[Any] = []

@@ -160,6 +160,7 @@ def read_on_a_mesh(folder: Path, axes: dict[str, int]) -> Any:
     return len(list(model.parameters()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("axes", "world"), [({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 4)], ids=str)
 def test_a_damage_read_by_one_rank_raises_on_all(axes: dict[str, int], world: int, tmp_path: Path, pool: Pool) -> None:
     """The bit is of the last row of a weight, whose rows lie over tp."""

@@ -34,6 +34,7 @@ from tests.models.folders import CLASSES, close, their_model, their_saved, token
 from tests.support.pool import Pool
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_there_and_back_is_the_same(kind: str, tmp_path: Path) -> None:
     theirs = their_model(kind, ("tied",) if kind == "qwen2" else ())
@@ -92,6 +93,7 @@ def test_all_that_stands_beside_the_weights_goes_along_or_is_named(
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "again").eos_token_id == 256
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("direction", ["there", "back"])
 def test_a_killed_conversion_does_not_block_the_next(direction: str, tmp_path: Path) -> None:
     model, _ = make(Case())
@@ -160,6 +162,7 @@ def ran(
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("run", "taken"),
     [
@@ -226,6 +229,7 @@ def save(case: Case, folder: Path) -> None:
     save_checkpoint(model, folder, optimizer)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_many_ranks_converts_as_one_process_exports(tmp_path: Path, pool: Pool) -> None:
     case = CASES["zero1-dp2-tp2"]
     pool.run(save, case, tmp_path / "run/checkpoint-3", ranks=case.ranks)
@@ -291,6 +295,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_BLOCK", 1 << 10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("few_at_once")
 def test_no_more_than_a_tensor_and_what_is_read_of_it_is_in_memory(tmp_path: Path) -> None:
     """For GPT-2, where queries, keys and values are parts of one transposed tensor, the largest of the file."""
@@ -308,6 +313,7 @@ def test_no_more_than_a_tensor_and_what_is_read_of_it_is_in_memory(tmp_path: Pat
         assert torch.equal(each, model.get_parameter(name)), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("few_at_once")
 def test_of_what_many_ranks_saved_a_part_is_in_memory_beside_the_tensor(tmp_path: Path, pool: Pool) -> None:
     case = CASES["zero1-dp2-tp2"]

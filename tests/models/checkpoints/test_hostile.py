@@ -46,6 +46,7 @@ def test_an_index_of_other_types_is_refused(folder, value):
         from_pretrained(folder / "model")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["generation_config.json", "tokenizer_config.json", "merges.txt", "tokenizer.model", "vocab.json"]
 )
@@ -59,6 +60,7 @@ def test_a_link_out_of_a_folder_is_left_out_and_named(folder, name, content):
     assert not any("private" in path.read_text(errors="replace") for path in (folder / "out").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_weights_that_are_a_link_out_of_a_folder_are_read_and_named(folder):
     (folder / "elsewhere").mkdir()
     weights = folder / "elsewhere/model.safetensors"
@@ -93,6 +95,7 @@ def test_the_links_of_a_cache_are_followed(folder):
         ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["link", "pipe", "folder"])
 def test_a_runs_model_is_copied_of_plain_files(folder, place):
     path = folder / "model/notes"
@@ -179,6 +182,7 @@ def test_a_rotary_setting_of_another_type_is_refused(folder, name, settings, mes
         from_pretrained(folder / "model")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("door", ["convert", "from_pretrained", "checkpoint"])
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -239,6 +243,7 @@ def test_windows_of_another_type_are_refused(fields, message):
 # Adapters
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_another_rank_take_no_memory(folder):
     save_lora(lora(Llama(CONFIG), 2, 4.0, ["layers.*.self_attn.q_proj"]), folder / "adapters")
     path = folder / "adapters/adapter_config.json"

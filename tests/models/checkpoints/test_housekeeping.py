@@ -129,6 +129,7 @@ def a_run_whose_old_checkpoint_stays(folder: Path, why: str) -> tuple[int, list[
         return train(run, torch.device("cpu")), said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("why", ["link", "held-open", "no-rename"])
 def test_a_run_goes_on_when_an_old_checkpoint_cannot_be_removed(why: str, folder: Path, pool: Pool) -> None:
     ((status, said),) = pool.run(a_run_whose_old_checkpoint_stays, folder, why, ranks=1)

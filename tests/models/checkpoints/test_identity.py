@@ -200,6 +200,7 @@ def refused_in_parallel(folder: Path) -> tuple[str, bool]:
     return error, True
 
 
+@pytest.mark.exhaustive
 def test_every_rank_refuses_another_model(pool: Pool, tmp_path: Path) -> None:
     save_checkpoint(filled(replace(BASES["llama"], rope_theta=3e4)), tmp_path / "saved")  # type: ignore[call-arg]
     for error, is_read in pool.run(refused_in_parallel, tmp_path / "saved", ranks=4):

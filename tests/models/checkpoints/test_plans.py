@@ -69,6 +69,7 @@ def test_paddlenlp_9412_checkpoints_of_every_plan_are_read_under_every_other(
         assert found == []
 
 
+@pytest.mark.exhaustive
 def test_a_part_held_by_several_ranks_is_written_once(tmp_path: Path, pool: Pool) -> None:
     case = CASES["zero1-dp2-tp2"]
     pool.run(save, case, tmp_path / "saved", {}, ranks=4)

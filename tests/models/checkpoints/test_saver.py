@@ -125,6 +125,7 @@ def a_run_of_which_each_rank_has_named_a_folder(folder: Path) -> int:
     return train(replace(run, folder=folder / f"run-{dist.get_rank()}"), torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_have_named_other_folders_write_into_that_of_rank_0(folder: Path, pool: Pool) -> None:
     """Ranks of a launcher name their folders by their own clocks where no folder is given."""
     assert pool.run(a_run_of_which_each_rank_has_named_a_folder, folder, ranks=2) == [0, 0]

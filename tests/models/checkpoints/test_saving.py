@@ -126,6 +126,7 @@ def test_a_checkpoint_is_read_as_a_model_too(tmp_path: Path) -> None:
     assert next(from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
+@pytest.mark.exhaustive
 def test_training_waits_for_less_than_a_tenth_of_what_saving_computes(tmp_path: Path) -> None:
     """Both are processor time, without the disk's: in wall time the share of a synchronous save is smaller still."""
     model, optimizer = made(vocab_size=8192, hidden_size=128, intermediate_size=128, num_kv_heads=4)  # 28 MB in all

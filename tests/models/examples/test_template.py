@@ -183,6 +183,7 @@ def test_roles_that_a_template_refuses() -> None:
         named(template(LLAMA, marked=True)).render([{"role": "assistant", "content": "a"}])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -18,6 +18,8 @@ from weft.mesh import ProcessMesh
 from weft.models.predict.chip import CHIPS, Chip, Level, Product, Rate, known_chips, load_chip
 from weft.models.predict.chip_file import LARGEST
 
+from tests.support.limits import PATIENCE
+
 NAMES = ("h100", "h100-96gb", "h200", "a100", "b200", "gb200", "mi300x", "trn2")
 DATA = tomllib.loads(CHIPS.read_text())
 
@@ -173,7 +175,9 @@ def test_torch_is_not_imported() -> None:
     program = (
         "import sys; from weft.models.predict.chip import load_chip; load_chip('h100'); print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     assert result.stdout == "False\n"
 
 

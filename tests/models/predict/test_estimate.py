@@ -29,6 +29,7 @@ from weft.models.step.record import StepShape
 from weft.models.train.measure import flops_per_token
 
 from tests.models.predict.traces import NVLINK, TOY, device_seconds, memory, product, segment, start, trace, wait
+from tests.support.limits import python_seconds
 
 QUICK = replace(TOY, levels=(replace(NVLINK, latency=0.0), replace(TOY.levels[1], latency=0.0)))
 
@@ -319,12 +320,13 @@ def test_traces_of_models_have_estimates(sizes: dict[str, int], options: dict[st
 def test_a_step_of_three_blocks_and_microbatches_is_priced_in_milliseconds() -> None:
     step, chip = whole_step(), load_chip("h100")
     assert sum(len(each.events) for each in step.segments) > 500
-    times = []
+    times, units = [], []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         estimate(step, chip=chip, mesh_sizes={"dp": 8}, tokens=10**6, flops=1e18)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05
+        times.append(time.thread_time() - begin)
+        units.append(python_seconds())
+    assert min(times) < 50 * min(units)
 
 
 def test_the_picture_is_xml_without_scripts_and_names_what_it_shows() -> None:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import pytest
 import torch
-from weft.models import Mixtral, MixtralConfig
+from weft.models import ExpertPlan, Mixtral, MixtralConfig
+from weft.models.plan_options import TokenTransport
+from weft.models.predict.bounds import work_of
 from weft.models.predict.chip import load_chip
 from weft.models.predict.events import Compute, Start
 from weft.models.predict.find_plans import parameters_of
 from weft.models.predict.plan_memory import PlanMemory
 from weft.models.predict.plan_prices import PlanPrices
 from weft.models.predict.plans import Candidate, Space
+from weft.models.predict.price import collective_seconds, seconds_of
 from weft.models.predict.stage_traces import StageTraces
 from weft.models.predict.workload import Workload
+from weft.models.train.candidates import workload_of
+from weft.models.train.recipes import recipe
 
 EXPERTS = MixtralConfig(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, max_seq_len=512,
     num_experts=8, experts_per_token=2,
 )  # fmt: skip
+
+
+def by_way(workload: Workload, way: TokenTransport) -> Workload:
+    """The workload with this way of tokens to experts, without the traces."""
+    plan = replace(workload.plan_of(Candidate()), experts=ExpertPlan(tokens=way))
+    return replace(workload, plan=plan, _plan=[], _traces={})
 
 
 @cache
@@ -83,11 +95,16 @@ def test_the_bound_of_experts_over_ranks_is_a_good_part_of_the_price_and_not_abo
         assert prices.stage_bound(candidate) > share * seconds
 
 
-def test_tokens_move_to_experts_and_back_in_every_pass_however_parameters_are_sharded() -> None:
-    prices = prices_of_experts()
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("way", "forward"), [("exchange", 4), ("gather", 3)])
+def test_tokens_move_to_experts_and_back_in_every_pass_however_parameters_are_sharded(
+    way: TokenTransport, forward: int
+) -> None:
+    """forward: moves in a forward pass of a block. Counts are exchanged ahead of tokens, and not ahead of a gather."""
+    workload = by_way(prices_of_experts().workload, way)
 
     def moves(zero: Literal[0, 1, 2, 3]) -> list[tuple[str, int, str, int]]:
-        trace = prices.workload.trace(Candidate(dp=4, ep=4, zero=zero, microbatches=2))
+        trace = workload.trace(Candidate(dp=4, ep=4, zero=zero, microbatches=2))
         return [
             (segment.phase, segment.microbatch, event.purpose, event.nbytes)
             for segment in trace.segments
@@ -98,9 +115,51 @@ def test_tokens_move_to_experts_and_back_in_every_pass_however_parameters_are_sh
 
     expected = moves(0)
     assert {purpose for _, _, purpose, _ in expected} == {""}
-    assert Counter(phase for phase, *_ in expected) == {"forward": 2 * 4 * 4, "backward": 2 * 4 * 3}
+    assert Counter(phase for phase, *_ in expected) == {"forward": 2 * 4 * forward, "backward": 2 * 4 * 3}
     for zero in (1, 2, 3):
         assert moves(zero) == expected
+
+
+def test_the_way_of_tokens_is_that_of_the_step_whatever_is_run_in_its_place() -> None:
+    """A step of many microbatches is run with three, and tokens come to experts as in a microbatch of the step."""
+    with torch.device("meta"):
+        model = Mixtral(EXPERTS)
+    workload = Workload(model=model, rows=4096, tokens=512, dtype=torch.bfloat16)
+    for microbatches, way in ((1, "exchange"), (1024, "gather")):
+        candidate = Candidate(dp=4, ep=2, microbatches=microbatches)
+        plans = workload.plan_of(candidate), workload.plan_of(*workload.run_for(candidate))
+        assert [each.experts and each.experts.tokens for each in plans] == [way, way]
+    named = by_way(workload, "gather")
+    assert named.plan_of(Candidate(dp=4, ep=4)).experts == ExpertPlan(size=4, tokens="gather")
+    assert named.plan_of(Candidate(dp=4)).experts is None
+
+
+def test_a_way_of_tokens_named_by_the_run_is_priced() -> None:
+    """Also beside plans without experts over ranks, for which `weft train` refuses to name a way."""
+    config = recipe("qwen3-moe-tiny")
+    workload = workload_of(replace(config, plan=replace(config.plan, experts_tokens="gather")))
+    assert workload.plan_of(Candidate(dp=2, ep=2)).experts == ExpertPlan(size=2, tokens="gather")
+    assert workload.plan_of(Candidate(dp=2)).experts is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "plan", [{"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 4, "over_tp": True}, {"dp": 2, "tp": 2, "ep": 2}], ids=str
+)
+def test_a_trace_of_experts_over_ranks_is_derived_from_two_with_fewer_rows(plan: dict[str, Any]) -> None:
+    workload = replace(prices_of_experts().workload, _traces={})
+    stages = StageTraces(workload=workload, num_experts=8)
+    candidate = Candidate(**plan, pp=2, schedule="1f1b", microbatches=2)
+    rows = 32 * candidate.dp
+    derived = stages.trace(candidate, rows)
+    assert len(workload._traces) == 2 and workload.run_for(candidate, rows) not in workload._traces
+    run = workload.trace(candidate, rows)
+    chip = load_chip("h100")
+    found, expected = (
+        work_of(each, partial(seconds_of, chip=chip), partial(collective_seconds, chip=chip)) for each in (derived, run)
+    )
+    for below, above in zip((found.first[-1], found.later[-1]), (expected.first[-1], expected.later[-1]), strict=True):
+        assert all(0.98 * y <= x <= y * (1 + 1e-9) for x, y in zip(below, above, strict=True))
 
 
 def test_only_sizes_that_divide_the_experts_are_searched() -> None:
@@ -109,12 +168,17 @@ def test_only_sizes_that_divide_the_experts_are_searched() -> None:
     assert sizes == {(1, False), (2, False), (4, False), (2, True), (4, True)}
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", ["exchange", "gather"])
 @pytest.mark.parametrize("axes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "ep": 2, "over_tp": True}], ids=str)
-def test_experts_over_ranks_compute_the_choices_of_one_process_between_them(axes: dict[str, Any]) -> None:
+def test_experts_over_ranks_compute_the_choices_of_one_process_between_them(
+    axes: dict[str, Any], way: TokenTransport
+) -> None:
     """Own tokens and received tokens together: rows divided evenly over all experts, of each a rank has a part."""
+    workload = by_way(prices_of_experts().workload, way)
 
     def flops(candidate: Candidate) -> float:
-        trace = prices_of_experts().workload.trace(candidate)
+        trace = workload.trace(candidate)
         return sum(
             trace.count(segment) * event.flops
             for segment in trace.segments

@@ -19,15 +19,18 @@ from weft.models.predict.bounds import data_work_of, floor_seconds
 from weft.models.predict.chip import Chip, load_chip
 from weft.models.predict.events import Start
 from weft.models.predict.find_plans import check_stages, parameters_of, search_plans
+from weft.models.predict.plan_families import least_seconds, least_weights
 from weft.models.predict.plan_memory import PlanMemory, least_tp
 from weft.models.predict.plan_prices import PlanPrices
-from weft.models.predict.plans import Candidate, Space, enumerate_candidates
+from weft.models.predict.plans import Candidate, Space
 from weft.models.predict.search import search
 from weft.models.predict.stage_traces import StageTraces, least_two
 from weft.models.predict.work import count_experts
 from weft.models.predict.workload import Workload
 from weft.models.rope import rotary_tables
 from weft.models.step.memory import predict_memory
+
+from .every_plan import list_every_plan
 
 WIDE = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=6, num_heads=16, num_kv_heads=4,
@@ -75,9 +78,11 @@ def prices_of(
     )
     space = Space(processes=processes, rows=rows, num_experts=count_experts(model))
     check = partial(check_stages, num_blocks=config.num_layers)
-    candidates = tuple(enumerate_candidates(space, check).accepted)
-    memory = PlanMemory(workload=workload, parameters=parameters_of(workload), least_tp=least_tp(candidates))
-    tp, cp = least_two(candidates)
+    candidates = tuple(list_every_plan(space, check).accepted)
+    memory = PlanMemory(
+        workload=workload, parameters=parameters_of(workload), least_tp=least_tp(each.tp for each in candidates)
+    )
+    tp, cp = (least_two(getattr(each, axis) for each in candidates) for axis in ("tp", "cp"))
     prices = PlanPrices(
         workload=workload, chip=chip, processes=processes, limit=80 * GIB, flops=1.0, memory=memory,
         stages=StageTraces(workload=workload, tp=tp, cp=cp, num_experts=space.num_experts),
@@ -105,11 +110,27 @@ def test_no_bound_is_above_the_price(
         if seconds == math.inf:
             continue  # refused by the model
         priced += 1
+        family = replace(candidate, sequence=False, zero=0, recompute="none")
+        assert least_seconds(prices, family)[0] <= seconds * (1 + 1e-9) or prices.weights_bound(candidate) == math.inf
+        assert prices.experts_bound(family) <= seconds * (1 + 1e-9), str(candidate)
         for bound in prices.bounds():
             found = bound.seconds(candidate)
             if found < math.inf:
                 assert found <= seconds * (1 + 1e-9), f"{bound.name} of {candidate}"
     assert priced >= 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("config", "processes", "rows", "tokens", "compiled"), CASES)
+def test_no_bound_of_a_family_is_above_a_members(
+    config: LlamaConfig, processes: int, rows: int, tokens: int, compiled: bool
+) -> None:
+    prices, candidates = prices_of(config, processes, rows, tokens, compiled)
+    for each in random.Random(2).sample(candidates, 200):
+        family = replace(each, sequence=False, zero=0, recompute="none")
+        assert least_seconds(prices, family)[0] <= max(prices.even_bound(each), prices.weights_bound(each))
+        assert least_weights(prices, family) <= prices.memory.weights_floor(each)
+        assert prices.experts_bound(family) <= prices.experts_bound(each), str(each)
 
 
 @pytest.mark.exhaustive
@@ -151,6 +172,7 @@ def test_a_bound_by_slow_links_is_a_good_part_of_the_price_and_not_above(
     assert prices.stage_bound(candidate) > 0.3 * seconds
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_trace_of_data_ranks_serves_each_context_and_number_of_microbatches(zero: Literal[2, 3]) -> None:
     prices, _ = prices_of(NARROW, 8, 16, 64, True)
@@ -293,13 +315,13 @@ def test_branch_and_bound_finds_what_brute_force_finds_on_machines_and_models_dr
     able = sorted(entry for entry in able if entry[0] < math.inf)  # type: ignore[type-var]
     limit = sorted(prices.memory.peak(each) for _, _, each in able)[len(able) // 2]
     prices = replace(prices, limit=limit)
-    outcome = search(some, prices.bounds(), prices.price, fits=prices.fits, keep=3, refused={"a reason": 2})
+    outcome = search(some, prices.bounds(), prices.price, fits=prices.fits, keep=3)
     fitting = [(seconds, each) for seconds, _, each in able if prices.fits(each)]
     assert 3 < len(fitting) < len(able)
     assert [(each.seconds, each.candidate) for each in outcome.found] == fitting[:3]
     proof = outcome.certificate
     assert proof.is_complete
-    assert proof.enumerated == len(some) + 2 == sum(proof.refused.values()) + sum(proof.cut.values()) + proof.priced
+    assert proof.enumerated == len(some) == sum(proof.cut.values()) + proof.priced
     assert sum(proof.cut.values()) > 0
 
 
@@ -325,7 +347,7 @@ def test_the_best_ten_are_those_of_every_plan_priced(
         workload=workload, chip=H100, processes=processes, limit=0, flops=1.0, memory=memory,
         stages=StageTraces(workload=workload),
     )  # fmt: skip
-    every = [(prices.price(each)[0], each) for each in enumerate_candidates(space, check).accepted]
+    every = [(prices.price(each)[0], each) for each in list_every_plan(space, check).accepted]
     able = sorted((pair for pair in every if pair[0] < math.inf), key=lambda pair: (pair[0], pair[1].complexity))
     limit = sorted(memory.peak(each) for _, each in able[:10])[4]
     expected = list(islice((pair for pair in able if memory.peak(pair[1]) <= limit), 10))

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from weft.models.predict.forks import Forks, count_cores
 
+from tests.support.limits import PATIENCE
+
 
 def square(number: int) -> tuple[int, int]:
     if number < 0:
@@ -94,7 +96,7 @@ import os, sys, time
 from weft.models.predict.forks import Forks
 def wait():
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 with Forks(wait, count=2) as forks:
     print(os.getpid(), flush=True)
     forks.result(wait)
@@ -108,7 +110,7 @@ def test_ctrl_c_ends_all_processes_with_the_error_of_the_program_alone() -> None
         assert program.stdout is not None and program.stderr is not None
         _, child = (int(program.stdout.readline()) for _ in range(2))
         os.killpg(program.pid, signal.SIGINT)
-        assert program.wait(60) == -signal.SIGINT
+        assert program.wait(PATIENCE) == -signal.SIGINT
         assert program.stderr.read().count("Traceback") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)

@@ -219,6 +219,7 @@ PLANS: list[tuple[str, Sizes, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "sizes", "changes"), PLANS)
 def test_plans_of_the_table_are_not_accused(family: str, sizes: Sizes, changes: dict[str, Any]) -> None:
     found = checked(family, sizes, changes)
@@ -328,7 +329,8 @@ def test_programs_found_to_hang_do_hang_on_gloo(program: Callable[[], None], wai
     assert all(failure.what.startswith("no answer") for failure in error.value.failures), str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_programs_found_without_hangs_run_on_gloo(pool: Any) -> None:
     for program, ranks in ((everything, 4), (messages_in_turns, 2), (receives_posted_ahead, 3)):
         assert not check_hangs(program, ProcessMesh.grid(dp=ranks)).hangs
-        pool.run(program, ranks=ranks, timeout=20.0)
+        pool.run(program, ranks=ranks)

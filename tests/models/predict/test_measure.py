@@ -56,6 +56,7 @@ def test_a_line_is_found_again(true: tuple[float, float]) -> None:
     assert (rate.seconds, rate.seconds_per_byte) == pytest.approx(true, abs=1e-18)
 
 
+@pytest.mark.exhaustive
 def test_no_rate_is_negative_and_none_fits_better() -> None:
     """Beside every point of a grid, as an oracle: times that fall with the size, and others at random."""
     generator = np.random.default_rng(0)
@@ -134,6 +135,7 @@ def test_several_events_of_a_call_share_its_time() -> None:
 MEASURED = {case.name for case in op_cases(torch.float32)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "gpt-tiny"])
 def test_each_op_of_a_step_is_measured(name: str) -> None:
     with torch.device("meta"):
@@ -204,6 +206,7 @@ def test_products_are_those_of_layers_and_their_gradients() -> None:
 # Timing
 
 
+@pytest.mark.exhaustive
 def test_the_measurements_take_the_given_seconds_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the smallest cases, each op is called once, and no copy, product or step."""
     asked = []

@@ -17,6 +17,7 @@ from weft.models.predict.chip import Chip, Product, Rate, load_chip
 from weft.models.predict.measure import Measuring
 
 from tests.support import preloaded
+from tests.support.limits import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_a_file_that_cannot_be_written_at_the_end_is_a_line_after_the_numbers(
     assert err == f"weft measure: {tmp_path / 'here.toml'} cannot be written: No space left on device\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_measurement_ends_its_processes_and_leaves_the_file(
@@ -101,7 +103,7 @@ def test_an_interrupted_measurement_ends_its_processes_and_leaves_the_file(
     while " s  copies: " not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(sent)
-    out, err = process.communicate(timeout=60)  # ends only once no process holds the pipes
+    out, err = process.communicate(timeout=PATIENCE)  # ends only once no process holds the pipes
     assert process.returncode == 128 + sent
     assert err.strip() == ("weft measure: interrupted; what was saved is whole" if sent == signal.SIGINT else "")
     assert "wrote" not in out

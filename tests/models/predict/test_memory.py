@@ -123,6 +123,7 @@ def test_a_model_without_blocks_that_are_alike_is_refused() -> None:
         memory_parts(make(num_layers=2), ProcessMesh.grid(dp=1), plan_of(), StepShape(batch=BATCH))
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_that_delays_gradients_is_not_composed() -> None:
     model, plan = make(num_layers=8), plan_of(pipeline=PipelinePlan(microbatches=4, schedule="zero_bubble"))
     assert plan.pipeline is not None

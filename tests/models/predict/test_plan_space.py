@@ -15,13 +15,14 @@ from weft.models.predict.plans import (
     ZEROS,
     Candidate,
     Space,
-    enumerate_candidates,
     reason_of,
 )
 from weft.models.schedules.schedule import NAMES
 from weft.models.train.candidates import checker, config_with
 from weft.models.train.config import TrainConfig
 from weft.models.train.recipes import recipe
+
+from .every_plan import list_every_plan
 
 TINY, MOE = recipe("llama-tiny"), recipe("qwen3-moe-tiny")
 
@@ -39,6 +40,7 @@ def test_meshes_are_all_ways_to_use_every_process(processes: int) -> None:
     assert len(meshes) == len(expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "processes", "rows"),
     [
@@ -60,7 +62,7 @@ def test_accepted_candidates_are_those_that_train_accepts(config: TrainConfig, p
             refused[reason_of(error)] += 1
         else:
             accepted.add(member)
-    found = enumerate_candidates(space, checker(config))
+    found = list_every_plan(space, checker(config))
     assert set(found.accepted) == accepted
     assert len(found.accepted) == len(accepted), "no candidate comes twice"
     assert found.refused == refused
@@ -68,7 +70,7 @@ def test_accepted_candidates_are_those_that_train_accepts(config: TrainConfig, p
 
 
 def test_every_option_is_enumerated() -> None:
-    found = enumerate_candidates(Space(processes=8, rows=8), checker(with_rows(TINY, 8))).accepted
+    found = list_every_plan(Space(processes=8, rows=8), checker(with_rows(TINY, 8))).accepted
     assert {each.zero for each in found} == set(ZEROS)
     assert {each.recompute for each in found} == set(RECOMPUTES)
     assert {each.context for each in found} == {None, *CONTEXTS}
@@ -80,12 +82,12 @@ def test_every_option_is_enumerated() -> None:
 
 def test_a_schedule_that_is_named_is_enumerated() -> None:
     space = Space(processes=8, rows=8, fixed={"schedule": "zero_bubble"})
-    found = enumerate_candidates(space, checker(with_rows(TINY, 8))).accepted
+    found = list_every_plan(space, checker(with_rows(TINY, 8))).accepted
     assert {each.schedule for each in found} == {"zero_bubble"}
 
 
 def test_options_without_effect_have_one_value() -> None:
-    for each in enumerate_candidates(Space(processes=4, rows=2), checker(with_rows(TINY, 2))).accepted:
+    for each in list_every_plan(Space(processes=4, rows=2), checker(with_rows(TINY, 2))).accepted:
         assert not (each.sequence and each.tp == 1)
         assert not (each.zero and each.dp * each.cp == 1)
         assert (each.context is None) == (each.cp == 1)
@@ -101,13 +103,13 @@ def test_experts_over_tp_are_sharded_by_zero_without_a_data_axis() -> None:
 
 def test_fixed_options_are_kept() -> None:
     space = Space(processes=8, rows=8, fixed={"tp": 2, "zero": 3, "microbatches": 4})
-    found = enumerate_candidates(space, checker(with_rows(TINY, 8))).accepted
+    found = list_every_plan(space, checker(with_rows(TINY, 8))).accepted
     assert found
     assert {(each.tp, each.zero, each.microbatches) for each in found} == {(2, 3, 4)}
 
 
 def test_complexities_differ_and_order_the_simpler_first() -> None:
-    found = enumerate_candidates(Space(processes=8, rows=4), checker(with_rows(TINY, 4))).accepted
+    found = list_every_plan(Space(processes=8, rows=4), checker(with_rows(TINY, 4))).accepted
     assert len({each.complexity for each in found}) == len(found)
     assert min(found, key=lambda each: each.complexity) == Candidate(dp=8)
     assert Candidate(dp=8).complexity < Candidate(dp=8, zero=1).complexity < Candidate(dp=8, zero=2).complexity

@@ -170,6 +170,7 @@ def price(event: Any, chip: Chip) -> float:
     return seconds_of(event, chip) if isinstance(event, Compute) else collective_seconds(event, chip)
 
 
+@pytest.mark.exhaustive
 @given(events(), st.floats(1.0, 10.0), st.sampled_from(["toy", "h100", "mi300x"]))
 def test_a_faster_machine_takes_no_longer(event: Any, factor: float, name: str) -> None:
     chip = TOY if name == "toy" else load_chip(name)

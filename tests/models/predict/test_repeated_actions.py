@@ -73,6 +73,7 @@ def test_a_record_of_few_microbatches_is_that_of_all(mesh: str, schedule: str, o
         assert len(few[1]) > 4 * MICROBATCHES
 
 
+@pytest.mark.exhaustive
 def test_three_microbatches_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Action] = []
     run = RepeatedActions.run

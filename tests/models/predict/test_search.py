@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.models.predict.search import Bound, Outcome, search
+from weft.models.predict.search import Bound, CandidateFamily, Outcome, search
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,36 @@ def bounds_of(*, eager: int = 1) -> list[Bound[Point]]:
     ]
 
 
+def family_of(
+    points: list[Point],
+    share: float = 1.0,
+    refused: dict[str, int] | None = None,
+    listed: list[Point] | None = None,
+) -> CandidateFamily[Point]:
+    """A family of points. share: of the cheap bound in the least price. listed: extended when members are listed."""
+    least = min((point.seconds for point in points), default=math.inf)
+
+    def members() -> tuple[list[Point], dict[str, int]]:
+        if listed is not None:
+            listed.extend(points)
+        return points, refused or {}
+
+    return CandidateFamily(
+        complexity=(min((point.number for point in points), default=-1),),
+        count=len(points) + sum((refused or {}).values()),
+        seconds=math.inf if share == math.inf else share * 0.9 * (least if least < math.inf else 1.0),
+        name="cheap",
+        closer=Bound("close", lambda least: least),
+        key=least,
+        members=members,
+    )
+
+
 def find(points: list[Point], *, keep: int = 3, eager: int = 1, within: float = math.inf) -> Outcome[Point]:
-    return search(points, bounds_of(eager=eager), lambda p: (p.seconds, p.number), keep=keep, within=within)
+    def price(point: Point) -> tuple[float, object]:
+        return point.seconds, point.number if point.seconds < math.inf else "it cannot run"
+
+    return search(points, bounds_of(eager=eager), price, keep=keep, within=within)
 
 
 PRICES = st.one_of(st.sampled_from([1.0, 2.0, math.inf]), st.floats(0.01, 4.0))
@@ -58,7 +86,8 @@ def test_branch_and_bound_finds_what_pricing_everything_finds(candidates: list[P
     certificate = outcome.certificate
     assert certificate.is_complete
     assert certificate.enumerated == len(candidates)
-    assert certificate.priced + sum(certificate.cut.values()) == len(candidates)
+    refused = sum(certificate.refused.values())
+    assert certificate.priced + refused + sum(certificate.cut.values()) == len(candidates)
     if outcome.found:
         assert certificate.gap(outcome.found[0].seconds) == 0
 
@@ -97,6 +126,12 @@ def test_candidates_that_cannot_fit_are_counted_by_the_bound_that_proves_it() ->
     assert certificate.priced == 1
 
 
+def test_a_candidate_whose_price_shows_that_it_cannot_run_is_refused_and_not_priced() -> None:
+    certificate = find([Point(0, math.inf, (0.1, 0.2)), Point(1, 1.0, (0.5, 0.6))]).certificate
+    assert certificate.refused == {"it cannot run": 1}
+    assert certificate.priced == 1
+
+
 def test_nothing_is_thrown_away_silently_when_the_time_is_over() -> None:
     ticks = iter(range(1000))
     candidates = [Point(n, 1.0 + n, (0.5 + n, 0.0)) for n in range(10)]
@@ -127,9 +162,50 @@ def test_candidates_cut_before_the_time_is_over_are_not_left_over() -> None:
 
 
 def test_refused_candidates_are_part_of_the_certificate() -> None:
-    outcome = search([Point(0, 1.0, (0.0, 0.0))], bounds_of(), lambda p: (p.seconds, None), refused={"no heads": 5})
-    assert outcome.certificate.enumerated == 6
-    assert outcome.certificate.refused == {"no heads": 5}
+    family = family_of([Point(0, 1.0, (0.0, 0.0))], refused={"no heads": 5})
+    certificate = search([family], bounds_of(), lambda p: (p.seconds, None)).certificate
+    assert certificate.enumerated == 6
+    assert certificate.refused == {"no heads": 5}
+
+
+def test_members_of_a_family_that_is_cut_off_are_not_listed() -> None:
+    fast, slow = [Point(n, 1.0 + n, (0.5, 0.0)) for n in range(3)], [Point(n, 5.0 + n, (0.0, 0.0)) for n in (7, 8)]
+    listed: list[Point] = []
+    families = [
+        family_of(fast, listed=listed),
+        family_of(slow, 0.1, listed=listed),
+        family_of([], math.inf, {"few": 4}),
+    ]
+    outcome = search(families, bounds_of(), lambda p: (p.seconds, None), keep=3)
+    assert listed == fast
+    assert outcome.certificate.cut == {"close": 2, "cheap": 4}
+    assert outcome.certificate.refused == {}
+    assert outcome.certificate.enumerated == 9
+
+
+@given(points(), st.integers(1, 12), st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0]))
+def test_families_give_the_results_of_their_members(
+    candidates: list[Point], keep: int, size: int, share: float
+) -> None:
+    families = [
+        family_of(candidates[start : start + size], share, {"odd": 1}) for start in range(0, len(candidates), size)
+    ]
+    outcome, expected = (
+        search(each, bounds_of(), lambda p: (p.seconds, p.number), keep=keep) for each in (families, candidates)
+    )
+    assert outcome.found == expected.found
+    proof = outcome.certificate
+    assert proof.is_complete
+    assert proof.enumerated == len(candidates) + len(families)
+    assert proof.enumerated == proof.priced + sum(proof.cut.values()) + sum(proof.refused.values())
+
+
+def test_families_left_when_the_time_is_over_count_with_all_members() -> None:
+    ticks = iter(range(1000))
+    families = [family_of([Point(10 * n + i, 10.0 * n + i + 1, (0.0, 0.0)) for i in range(3)]) for n in range(3)]
+    proof = search(families, bounds_of(), lambda p: (p.seconds, None), within=2, clock=lambda: next(ticks)).certificate
+    assert proof.left + proof.priced == 9
+    assert proof.left >= 6
 
 
 def test_no_candidates_find_nothing() -> None:

@@ -280,6 +280,7 @@ def programs(draw: st.DrawFn) -> Trace:
     return trace(*segments, times=times, num_blocks=13)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=100)
 @given(programs(), st.sampled_from([0.0, 0.2, 1.5]), st.sampled_from([0.0, 0.3]), st.booleans())
 def test_any_step_is_followed_or_multiplied_alike(step: Trace, host: float, slowdown: float, is_cpu: bool) -> None:
@@ -292,6 +293,7 @@ def test_any_step_is_followed_or_multiplied_alike(step: Trace, host: float, slow
     assert whole.repeated == ()
 
 
+@pytest.mark.exhaustive
 @given(programs(), st.floats(1.0, 5.0))
 def test_a_faster_machine_takes_no_longer_without_sharing(step: Trace, factor: float) -> None:
     one_group = replace(

@@ -89,6 +89,7 @@ def test_blocks_that_run_stand_for_all(family: str, plan: str, microbatches: int
     assert sum(len(each.blocks) for each in trace.select(phase="forward", microbatch=0)) == 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2, "tp": 2}])
 def test_operations_are_those_of_the_model(family: str, axes: dict[str, int]) -> None:
@@ -121,6 +122,7 @@ def test_attention_counts_seen_pairs() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_every_wait_has_a_start_before() -> None:
     model = make("llama")
     plan = replace(model.parallel_plan(), zero=3, sequence=True)
@@ -136,6 +138,7 @@ def test_every_wait_has_a_start_before() -> None:
     assert not started
 
 
+@pytest.mark.exhaustive
 def test_a_stage_gathers_its_parameters_and_sums_gradients_after_its_backwards() -> None:
     model = make("llama")
     plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=4), zero=1)
@@ -202,6 +205,7 @@ def test_representatives(signatures: str, ahead: int, numbers: list[int]) -> Non
         assert {signatures[block] for block in each.blocks} == {signatures[each.number]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

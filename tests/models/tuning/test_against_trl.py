@@ -80,6 +80,7 @@ def compare(
     return {"weft": found["metrics"], "sums": found["sums"], "trl": metrics}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("adapted", WEIGHTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("messages", FORMS)
@@ -91,7 +92,6 @@ def test_answers(
     compare(pool, folders, tmp_path, "sft", records("sft", messages=messages), packing, options, adapted)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", WEIGHTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("messages", FORMS)
@@ -109,7 +109,6 @@ def test_pairs(
         assert found["weft"].rewards_margin == pytest.approx(margin, rel=1e-4)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", WEIGHTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("messages", FORMS)

@@ -91,7 +91,6 @@ def held_out_loss(run: Run) -> float:
     return found
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_held_out_loss_of_a_run_is_that_of_evaluate(
@@ -114,6 +113,7 @@ def test_the_held_out_loss_of_a_run_is_that_of_evaluate(
         assert truth["kl"] > 0  # else nothing would depend on it
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_figures_do_not_depend_on_the_batch_size(name: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task, options = LOSSES[name]

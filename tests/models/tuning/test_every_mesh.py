@@ -125,6 +125,7 @@ def test_a_step_of_all_weights(mesh: str, name: str, folders: Path, pool: Pool) 
     compare(pool, folders, "llama", name, MESHES[mesh], *(() if name == "sft" else of_reference(folders)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TASKS)
 @EACH_MESH
 def test_a_step_of_adapters(mesh: str, name: str, folders: Path, pool: Pool) -> None:
@@ -152,6 +153,7 @@ OWN_MESHES: dict[str, tuple[dict[str, int], str, dict[str, int], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("mesh", OWN_MESHES)
 def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, pool: Pool) -> None:
@@ -161,6 +163,7 @@ def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, p
     compare(pool, folders, "llama", name, (axes, plan), *further)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_a_reference_with_experts_on_a_mesh_that_their_axis_does_not_divide(
     name: str, folders: Path, pool: Pool

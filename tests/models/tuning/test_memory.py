@@ -91,6 +91,7 @@ def most_logits(run: Run) -> tuple[int, int, int]:
     return watch.most, watch.vocab_size, run.config.data.batch_size * width
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reference", [("model",), ("precomputed",), ("adapters", *LORA)], ids=lambda each: each[0])
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_log_probabilities_are_found_without_logits(
@@ -105,6 +106,7 @@ def test_log_probabilities_are_found_without_logits(
     assert most >= vocab_size * 32  # the head's weight was seen
 
 
+@pytest.mark.exhaustive
 def test_adapters_hold_one_copy_of_the_base(folders: Path, pool: Pool) -> None:
     (found,) = pool.run(held, made(folders, *LORA), ranks=1)
     assert found["trained"] < found["all"] / 20

@@ -30,6 +30,7 @@ def test_a_step_with_one_label_has_one_reward_and_no_margin(label: bool, tmp_pat
         assert metrics["loss"] != 0.5  # which is the loss of equal models
 
 
+@pytest.mark.exhaustive
 def test_the_margin_is_of_steps_with_both_labels(tmp_path: Path, pool: Pool) -> None:
     model = save_model(tmp_path / "model", 1)
     judged = records("kto", messages=True, count=8)

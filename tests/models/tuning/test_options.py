@@ -68,6 +68,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.every_value
 @pytest.mark.parametrize("name", REFUSED)
 def test_options_that_do_not_fit_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +105,7 @@ UNUSABLE: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_reference_mesh_that_the_model_cannot_have_is_refused(name: str, folders: Path, tmp_path: Path) -> None:
     options, why = UNUSABLE[name]
@@ -142,6 +144,7 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.every_value
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_keeps_the_options_of_a_task(name: str, tmp_path: Path) -> None:
@@ -159,6 +162,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_resumed_run_keeps_what_its_losses_depend_on(name: str, folders: Path, tmp_path: Path) -> None:
     task, options, differs = CHANGED[name]
@@ -167,6 +171,7 @@ def test_a_resumed_run_keeps_what_its_losses_depend_on(name: str, folders: Path,
         check_same_run(saved, of_task(folders, tmp_path, task, *options))  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_of_the_same_task(folders: Path, tmp_path: Path) -> None:
     saved = describe_run(of_task(folders, tmp_path, "sft"), 1, None)
     run = of_task(folders, tmp_path, "sft")
@@ -175,12 +180,14 @@ def test_a_resumed_run_is_of_the_same_task(folders: Path, tmp_path: Path) -> Non
         check_same_run(saved, replace(run, config=replace(run.config, task="dpo")))
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_may_move_its_reference(folders: Path, tmp_path: Path) -> None:
     """To other ranks, and in or out of shards."""
     saved = describe_run(of_task(folders, tmp_path, "dpo"), 1, None)
     assert check_same_run(saved, of_task(folders, tmp_path, "dpo", "--reference-zero", "3")) == []
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_finds_its_reference_unchanged(folders: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "reference", 3)
     options = ("--reference-from", str(tmp_path / "reference"))
@@ -208,6 +215,7 @@ def of_task(folders: Path, tmp_path: Path, task: Task, *options: str) -> Any:
     return make_run(folders / "model", folders / f"{task}.jsonl", task, *options, output=tmp_path / "run", batch=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.every_value
 @pytest.mark.parametrize(("count", "held_out"), [(19, 0), (20, 1), (39, 1), (40, 2)])
 @pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
@@ -244,6 +252,7 @@ def test_explain_counts_adapters_and_the_reference(capsys: pytest.CaptureFixture
     assert precomputed == texts
 
 
+@pytest.mark.exhaustive
 def test_the_memory_check_counts_adapters_and_the_reference(folders: Path, tmp_path: Path) -> None:
     def need(*options: str, task: Task = "dpo") -> float:
         options = ("--mesh.dp", "2", "--mesh.tp", "1", "--no-check", *options)

@@ -62,6 +62,7 @@ def about_reference(found: dict[str, Any]) -> list[str]:
     return [line for line in found["lines"] if "reference" in line]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_a_second_run_reads_the_numbers_of_the_first(task: Any, folders: Path, pool: Pool) -> None:
     (first,) = pool.run(first_step, made(folders, task=task), ranks=1)
@@ -123,6 +124,7 @@ def test_a_changed_reference_or_changed_rows_read_no_stale_numbers(name: str, fo
     assert len(kept(folders)) == 2 and file in kept(folders)
 
 
+@pytest.mark.exhaustive
 def test_weights_of_an_adapters_base_count(folders: Path, pool: Pool) -> None:
     """The weights of a folder of adapters are also those of their base."""
     lora = make_run(
@@ -164,6 +166,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_computed_again_with_a_line(name: str, folders: Path, pool: Pool) -> None:
     damage, why = DAMAGES[name]
@@ -179,6 +182,7 @@ def test_a_damaged_file_is_computed_again_with_a_line(name: str, folders: Path, 
     assert (kept(folders), file.read_bytes()) == ([file], whole)
 
 
+@pytest.mark.exhaustive
 def test_data_that_cannot_be_written_beside(folders: Path, pool: Pool) -> None:
     """A folder in the file's place, since no folder refuses the user who runs most tests, root."""
     (identity,) = pool.run(find_identities, made(folders), ranks=1)[0]
@@ -231,6 +235,7 @@ def test_of_a_mixture_the_known_sources_are_read(folders: Path, pool: Pool) -> N
     assert known.read_bytes() == known_content
 
 
+@pytest.mark.exhaustive
 def test_the_numbers_of_a_reference_that_is_not_finite_are_not_kept(folders: Path, pool: Pool) -> None:
     tensors = load_file(folders / "reference/model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
@@ -241,6 +246,7 @@ def test_the_numbers_of_a_reference_that_is_not_finite_are_not_kept(folders: Pat
     assert not kept(folders)
 
 
+@pytest.mark.exhaustive
 def test_writers_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     """A reader finds a whole table, of one of the writers. Writers are threads, which share a process id."""
     path, failures, table = tmp_path / ".reference-0.npy", list[BaseException](), torch.empty(500, 2)

@@ -32,8 +32,8 @@ class Experts(nn.Module):
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
 
         A token's output is the weighted sum of the outputs of the token's k experts. No token is dropped.
-        rows: under expert parallelism, the number of choices in `experts` that are experts of this module, for which
-            `kernels.experts` allocates memory. None: all choices may be.
+        rows: under expert parallelism, for how many choices `kernels.experts` allocates memory: at least the choices in
+            `experts` that are experts of this module. None: all choices may be.
         """
         projections = self.gate_proj, self.up_proj, self.down_proj
         if self.lora is not None and self.lora.active:

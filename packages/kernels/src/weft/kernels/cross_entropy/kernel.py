@@ -154,7 +154,7 @@ def losses(
         logit_sum = _logit_sum(statistics_ptr, is_row)
         for shard in range(1, R):
             logit_sum += _logit_sum(statistics_ptr + shard * stride_r, is_row)
-        # In float64: both terms grow with vocab_size and with the logits, while their difference does not.
+        # In float64: a constant added to all logits makes both terms large, and leaves their difference unchanged.
         largest_less_mean = ((weight_sum * largest.to(tl.float64) - logit_sum) / vocab_size).to(tl.float32)
         loss = loss * (1.0 - label_smoothing) + label_smoothing * (
             largest_less_mean + (weight_sum / vocab_size).to(tl.float32) * log_sum

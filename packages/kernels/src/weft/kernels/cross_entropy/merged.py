@@ -33,11 +33,11 @@ class LossShard:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The upstream gradients of a call. None stands for zeros."""
+    """The upstream gradients of a call, and the denominator of the reduction "mean"."""
 
-    loss: Tensor | None  # a scalar, or a number per row; not yet divided by `denominator`
-    lse: Tensor | None = None  # a number per row
-    denominator: Tensor | None = None
+    loss: Tensor | None  # a scalar, or a number per row; not yet divided by `denominator`. None stands for zeros
+    lse: Tensor | None = None  # a number per row; None stands for zeros
+    denominator: Tensor | None = None  # a scalar, which divides `loss`; None: nothing is divided
 
     def of(self, rows: slice) -> Upstream:
         """The upstream gradients of some rows."""
@@ -95,7 +95,8 @@ def losses(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss and the logsumexp of each row, both 0 for ignored rows, in the target's shape.
 
-    statistics: [shards, N, 3 to 6] of all shards. weight: [size]. merged: the result of `merge`, if known.
+    statistics: [shards, N, 3 to 6] of all shards. weight: of the classes, [size]; None: 1 each. merged: the result of
+    `merge`, if known.
     The logsumexp is None unless options.gives_lse.
     """
     options = shard.options
@@ -106,7 +107,8 @@ def losses(
         loss = loss * weigh_targets(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
     if shard.options.label_smoothing:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
-        # Both terms grow with the number of classes: divide each term by the number before subtracting.
+        # In float64: a constant added to all logits makes weight_sum * base and logit_sum large, and leaves their
+        # difference unchanged.
         logit_sum = statistics[..., 3:5].double().sum((0, 2))
         uniform = (weight_sum * base - logit_sum) / shard.size + (weight_sum / shard.size) * log_sum
         # uniform: the loss for a uniform target
@@ -132,7 +134,8 @@ def losses(
 def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weight of each token's class [N], 0 for ignored tokens.
 
-    A target outside the vocabulary gets the nearest class's weight: the loss is NaN already.
+    weight: of the classes; None: 1 each. A target outside the vocabulary gets the nearest class's weight: the loss is
+    NaN already.
     """
     if weight is None:
         return (classes != ignore_index).to(dtype)

@@ -38,8 +38,8 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Los
     - lse_lo: the rounding error of lse_hi; NaN for a target outside the vocabulary;
     - target_logit: 0 if another shard has the target;
     - logit_sum and logit_sum_lo, for label smoothing: the sum of all logits, each multiplied by the class's weight if
-    there are weights, and the sum's rounding error. The loss subtracts this sum from V times the logsumexp; both grow
-    with V and with the logits;
+    there are weights, and the sum's rounding error. The loss subtracts this sum from the logsumexp times V, or times
+    the sum of the weights; both grow with V and with the logits;
     - rival, for the accuracy: see `merged.find_rival`.
 
     In an ignored row, lse_hi and rival are -inf and the other columns are 0.

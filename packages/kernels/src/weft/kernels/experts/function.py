@@ -196,7 +196,8 @@ def plain_forward(
     check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
     sums, is_sum = _sums_for(out)
-    # multiply the gated activations by the weight: fewer numbers than the output, and not in two bytes
+    # is_narrow: whether to multiply the gated activations by the weight, not the outputs: fewer numbers if I < H. In a
+    # dtype of two bytes the outputs are always multiplied, in float32, to round once less.
     is_narrow = is_sum and inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
@@ -250,7 +251,8 @@ def plain_backward(
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
     sums, is_sum = (None, True) if dx is None else _sums_for(dx)
-    # multiply the gated activations by the weight: fewer numbers than the upstream gradient
+    # is_narrow: whether to multiply the gated activations by the weight, not the upstream gradient: fewer numbers
+    # if I < H
     is_narrow = inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
@@ -295,18 +297,18 @@ def check_room(rows: int, size: int) -> None:
 
 
 def _write_gated(
-    gate: Tensor, up: Tensor, dh: Tensor, w: Tensor, h: Tensor, dgate: Tensor, dup: Tensor, dw: Tensor | None
+    z_gate: Tensor, z_up: Tensor, dh: Tensor, w: Tensor, h: Tensor, z_dgate: Tensor, z_dup: Tensor, dw: Tensor | None
 ) -> None:
-    """Writes h = silu(gate) * up, dw = dh . h, and the gradients of gate and up for the gradient w * dh of h.
+    """Writes h = silu(z_gate) * z_up, dw = dh . h, and the gradients of z_gate and z_up for the gradient w * dh of h.
 
-    Overwrites dh. Allocates nothing: dup holds the activation at first, and dgate the products whose sum is dw.
+    Overwrites dh. Allocates nothing: z_dup holds silu(z_gate) at first, and z_dgate the products whose sum is dw.
     """
-    torch.ops.aten.silu.out(gate, out=dup)
-    torch.mul(dup, up, out=h)
+    torch.ops.aten.silu.out(z_gate, out=z_dup)
+    torch.mul(z_dup, z_up, out=h)
     if dw is not None:
-        torch.sum(torch.mul(h, dh, out=dgate), -1, keepdim=True, dtype=dw.dtype, out=dw)
-    dup.mul_(dh.mul_(w))
-    torch.ops.aten.silu_backward.grad_input(dh.mul_(up), gate, grad_input=dgate)
+        torch.sum(torch.mul(h, dh, out=z_dgate), -1, keepdim=True, dtype=dw.dtype, out=dw)
+    z_dup.mul_(dh.mul_(w))
+    torch.ops.aten.silu_backward.grad_input(dh.mul_(z_up), z_gate, grad_input=z_dgate)
 
 
 def _add_product(a: Tensor, b: Tensor, total: Tensor, is_first: bool) -> None:

@@ -49,7 +49,8 @@ class FolderWriter(StorageWriter):
     """Writes a checkpoint into `folder`: one safetensors file for each rank with something to write, and `documents`.
 
     optimizer: the manifest's entry, from `describe_optimizer`; None for a checkpoint without optimizer state.
-    Raises ValueError where the folder exists, OSError where writing fails.
+    torch's `save` raises a CheckpointException with the writer's errors: ValueError where the folder exists, OSError
+    where writing fails.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def partial_path(folder: Path) -> Path:
 
 
 def own_partial_path(folder: Path) -> Path:
-    """`partial_path` with this process's number, for a folder that one process writes.
+    """`partial_path` with this process's id (PID), for a folder that one process writes.
 
     Two programs writing the same `folder` at once then share no file.
     """

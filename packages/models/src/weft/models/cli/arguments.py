@@ -22,6 +22,7 @@ from ..terminal import PROGRAM, one_line, wrap_lines
 
 T = TypeVar("T")
 _NEGATED = re.compile(r"^--no-((?:[a-z-]+\.)+)([a-z-]+)$")  # --no-data.pack, accepted in place of --data.no-pack
+HELP_OPTIONS = ("-h", "--help", "--help-verbose")
 SILENT_SECONDS = 15.0  # ten times the spread of the start of a launcher's processes on busy cores
 
 
@@ -48,7 +49,7 @@ def parse(
     if file is not None:
         return _parse_file(kind, arguments, default, file)
     width = shutil.get_terminal_size().columns
-    asks_for_help = bool({"-h", "--help", "--help-verbose"} & {*arguments})
+    asks_for_help = not {*HELP_OPTIONS}.isdisjoint(arguments)
     # tyro looks at stdout only, and writes to both.
     on_terminal = asks_for_help and sys.stdout.isatty() and sys.stderr.isatty()
     tyro._experimental_options["utf8_boxes"] = on_terminal

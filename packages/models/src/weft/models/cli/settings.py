@@ -1,4 +1,4 @@
-"""The configuration of a run, for `weft train` and commands with its options; checked before torch is imported.
+"""The configuration of a run, for `weft train` and commands with its options; checked as far as possible without torch.
 
 With `--resume`, options which are not given come from the earlier run's config.toml; the mesh only if it can be used
 again.
@@ -25,7 +25,7 @@ from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.run import complete_plan, mesh_sizes
 from ..train.toml import check_sum, read_toml
-from .arguments import OwnOptions, parse
+from .arguments import HELP_OPTIONS, OwnOptions, parse
 
 NEWEST = "newest"  # the value of --resume without a path
 
@@ -64,8 +64,11 @@ def read_configuration(
     for path, known in ((file, file_recipe), (resumed_config, run_recipe)):
         if known not in (None, name):
             raise ValueError(f"config {path} is of the recipe {known}, but {name} is asked for; leave out one of them")
-    recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
-    about = about.format(recipes=recipes, default=DEFAULT_RECIPE)
+    if {*HELP_OPTIONS}.isdisjoint(all_arguments):
+        about = ""  # counting the parameters of every recipe takes a twentieth of a second
+    else:
+        recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
+        about = about.format(recipes=recipes, default=DEFAULT_RECIPE)
 
     def parse_options(options: list[str], default: TrainConfig, file: Path | None = None) -> TrainConfig:
         return parse(
@@ -173,7 +176,7 @@ def _user_model_config(name: str, arguments: Sequence[str], command: str) -> Mod
     With --help, shows these options and exits. Raises ValueError for a class that cannot be found.
     """
     wrapper = make_dataclass("Options", [("model", config_class_of(name))], frozen=True, kw_only=True)
-    help_flags = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
+    help_flags = [each for each in arguments if each in HELP_OPTIONS]
     about = f"  The options of the model {name}. `{PROGRAM} {command} --help` has all others.\n"
     parsed: Any = parse(
         wrapper, help_flags or _options_of_model(arguments), command=f"{command} --model {name}", about=about

@@ -45,7 +45,7 @@ def advise(
     """Price changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
 
     Of a candidate over the memory: the changes within the memory, whatever their seconds.
-    seconds, parts, memory_bytes: of the candidate's prediction. check: as for `enumerate_candidates`.
+    seconds, parts, memory_bytes: of the candidate's prediction. check: as for `check_members`.
     runs: makes runs on shapes in several processes; None: they are made here.
     Called by `weft explain --chip`. Communication: none.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from .chip import Chip, load_chip
 from .estimate import Estimate
 from .events import Compute
 from .forks import Forks
+from .plan_families import accepted_sizes, families_by_memory, families_by_time
 from .plan_memory import PlanMemory, least_tp
 from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices
 from .plan_runs import PlanRuns, unmade
-from .plans import Candidate, Space, enumerate_candidates
-from .search import Bound, Certificate, search
+from .plans import Candidate, Space
+from .search import Bound, CandidateFamily, Certificate, search
 from .stage_traces import StageTraces, least_two
 from .work import count_experts
 from .workload import Workload
@@ -122,7 +124,7 @@ def search_plans(
 ) -> FoundPlans:
     """Find the fastest plans of a space. Called by `find_plans` and by the command `weft plan`.
 
-    memory: bytes for a rank; None: the chip's. check: as for `enumerate_candidates`. flops: of the model in a step,
+    memory: bytes for a rank; None: the chip's. check: as for `check_members`. flops: of the model in a step,
         without recomputation; None: as traced.
     Further arguments and errors: as for `find_plans`.
     """
@@ -135,14 +137,9 @@ def search_plans(
             f"of {space.processes:,} processes at least, and {gib(limit)} are given; give more memory, or "
             f"{math.ceil(states / limit):,} processes or more"
         )
-    enumeration = enumerate_candidates(space, check)
-    if not enumeration.accepted:
-        reasons = ", ".join(f"{count:,} as {reason}" for reason, count in enumeration.refused.most_common(3))
-        reasons = reasons or f"the fixed options fit no mesh of {space.processes:,} processes"
-        raise ValueError(f"none of {enumeration.count:,} plans can run: {reasons}")
-    plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(enumeration.accepted))
-    tp, cp = least_two(enumeration.accepted)
-    stages = StageTraces(workload=workload, tp=tp, cp=cp, num_experts=space.num_experts)
+    tp, cp = accepted_sizes(space, check)
+    plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(tp))
+    stages = StageTraces(workload=workload, tp=least_two(tp), cp=least_two(cp), num_experts=space.num_experts)
     with Forks(workload.run, plan_memory.run, count=workers) as forks:
         runs = PlanRuns(forks)
         if flops is None:
@@ -156,14 +153,21 @@ def search_plans(
             memory=plan_memory,
             stages=stages,
         )
-        runs.prepare(prices.even_runs({each.recompute: None for each in enumeration.accepted}))
+        runs.prepare(prices.even_runs(space.recomputes))
         outcome = search(
-            *(enumeration.accepted, prices.bounds(), prices.price),
-            fits=prices.fits, keep=keep, within=within, refused=enumeration.refused,
+            *(families_by_time(space, check, prices), prices.bounds(), prices.price),
+            fits=prices.fits, keep=keep, within=within,
             price_runs=prices.price_runs, fit_runs=prices.fit_runs, prepare=runs.prepare,
         )  # fmt: skip
-        if not outcome.found and outcome.certificate.is_complete:
-            raise ValueError(_nothing_fits(prices, enumeration.accepted, states, within, runs))
+        proof = outcome.certificate
+        if not proof.priced and proof.is_complete and not proof.cut:
+            reasons = ", ".join(f"{count:,} as {reason}" for reason, count in Counter(proof.refused).most_common(3))
+            reasons = reasons or f"the fixed options fit no mesh of {space.processes:,} processes"
+            raise ValueError(f"none of {proof.enumerated:,} plans can run: {reasons}")
+        if not outcome.found and proof.is_complete:
+            count = proof.enumerated - sum(proof.refused.values())
+            families = families_by_memory(space, check, prices)
+            raise ValueError(_nothing_fits(prices, families, count, states, within, runs))
     plans = tuple(
         _found_plan(workload, each.candidate, each.price, plan_memory.peak(each.candidate)) for each in outcome.found
     )
@@ -222,19 +226,29 @@ def _found_plan(workload: Workload, candidate: Candidate, found: Estimate, nbyte
     )
 
 
-def _nothing_fits(prices: PlanPrices, candidates: list[Candidate], states: float, within: float, runs: PlanRuns) -> str:
-    """The error message of a search without results. Searches for the plan with the least memory, to name this plan."""
+def _nothing_fits(
+    prices: PlanPrices,
+    families: Iterable[CandidateFamily[Candidate]],
+    count: int,
+    states: float,
+    within: float,
+    runs: PlanRuns,
+) -> str:
+    """The error message of a search without results. Searches for the plan with the least memory, to name this plan.
+
+    families: of `families_by_memory`. count: of plans that are not refused.
+    """
     memory, limit = prices.memory, prices.limit
     bounds = [
         Bound(WEIGHTS, memory.weights_floor, is_eager=True),
         Bound(ACTIVATIONS, memory.floor, runs=prices.floor_runs),
     ]
     least = search(
-        *(candidates, bounds, lambda each: (float(memory.peak(each)), None)),
+        *(families, bounds, lambda each: (float(memory.peak(each)), None)),
         keep=1, within=within, price_runs=prices.peak_runs, prepare=runs.prepare,
     ).found  # fmt: skip
     takes = f"the least that one takes is {gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""
     return (
-        f"none of {len(candidates):,} plans fits {gib(limit)} of memory; {takes}give that much memory, fewer tokens, "
+        f"none of {count:,} plans fits {gib(limit)} of memory; {takes}give that much memory, fewer tokens, "
         f"or more processes (weights, gradients and states alone take {gib(states)} over all)"
     )

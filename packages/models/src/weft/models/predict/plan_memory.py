@@ -197,7 +197,7 @@ class PlanMemory:
         model = self._short_model()
         if model is None:
             return None
-        mesh, plan = ProcessMesh.grid(**candidate.axes), self.workload.plan_of(candidate)
+        mesh, plan = ProcessMesh.grid(**candidate.axes), self.workload.plan_of(candidate, rows)
         shape = self._shape(candidate.microbatches, rows)
         with self.workload.autocast():
             return memory_parts(model, mesh, plan, shape, **self._options())
@@ -244,9 +244,9 @@ def _floor_run(candidate: Candidate, tp: int) -> Candidate:
     return Candidate(**options, tp=tp, recompute=candidate.recompute, sequence=candidate.sequence and tp > 1)
 
 
-def least_tp(candidates: Iterable[Candidate]) -> tuple[int, int]:
-    """The two least sizes of tp above 1 among the candidates. With only two: (1, LARGEST), so each size is run."""
-    sizes = sorted({candidate.tp for candidate in candidates} - {1})
+def least_tp(sizes_of_tp: Iterable[int]) -> tuple[int, int]:
+    """The two least sizes of tp above 1. With only two: (1, LARGEST), so each size is run."""
+    sizes = sorted({*sizes_of_tp} - {1})
     return (sizes[0], sizes[1]) if len(sizes) > 2 else (1, LARGEST)
 
 

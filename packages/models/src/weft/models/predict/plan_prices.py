@@ -22,7 +22,7 @@ from .estimate import Estimate, estimate
 from .events import Compute, Start, Trace
 from .plan_memory import PlanMemory
 from .plan_runs import PlanRun, unmade
-from .plans import Candidate
+from .plans import Candidate, reason_of
 from .price import fuse, seconds_of, transfer
 from .search import Bound
 from .stage_traces import StageTraces
@@ -50,7 +50,7 @@ class PlanPrices:
     memory: PlanMemory
     stages: StageTraces  # traces of stages without data axes
     # Results found before, by the arguments:
-    _least_works: dict[Candidate, StageWork | None] = field(default_factory=dict)
+    _least_works: dict[tuple[Candidate, int, int, float], StageWork | None] = field(default_factory=dict)
     _works: dict[tuple[Candidate, int], StageWork | None] = field(default_factory=dict)
     _data: dict[tuple[Candidate, int, int, int], DataWork | None] = field(default_factory=dict)
     _seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class PlanPrices:
         return [
             Bound(WEIGHTS, self.weights_bound, is_eager=True),
             Bound(TIME, self.even_bound, is_eager=True),
-            Bound(TIME, self.experts_bound, runs=self._experts_runs),
+            Bound(TIME, self.experts_bound, runs=self.experts_runs),
             Bound(ACTIVATIONS, self.activations_bound, runs=self.floor_runs),
             Bound(TIME, self.data_bound, runs=self._data_runs),
             Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
@@ -97,21 +97,40 @@ class PlanPrices:
         """Seconds if the ranks divided all work evenly and without communication, at the best rates."""
         key = _even_stage(candidate.recompute)
         share = candidate.rows_on_rank(self.workload.rows) / self.workload.rows
-        return self._of_stages(self._floors(key), (key,), candidate, share / candidate.tp / candidate.cp)
+        work = self._floors(key, self.workload.rows)
+        return self._of_stages(work, (key,), candidate, share / candidate.tp / candidate.cp)
 
     def experts_bound(self, candidate: Candidate) -> float:
-        """`even_bound` with the work on tokens received over "ep"; 0 without "ep".
+        """`even_bound` with the moves of tokens over "ep", and the work on received tokens; 0 without "ep".
 
-        A trace with the candidate's "ep" serves all further sizes. Ranks along "ep" may have fewer rows than rank 0:
-        counts the least rows of a rank. 0 where "cp" or "tp" do not divide the tokens of a row, or experts do not.
+        A trace with the candidate's "ep" serves all further sizes. Moves take as long as over the candidate's links,
+        without latency.
         """
-        rows, tokens = self.workload.rows // (candidate.microbatches * candidate.dp), self.workload.tokens
-        even = 2 * candidate.cp * candidate.tp, max(1, self.stages.num_experts)
-        if candidate.ep == 1 or not rows or any(tokens % each for each in even):
+        found = self._experts_stage(candidate)
+        if found is None:
             return 0.0
+        key, rows = found
+        share = candidate.least_rows(self.workload.rows) / (rows // key.dp)
+        tokens_divided, stride = (candidate.tp, 1) if candidate.over_tp else (1, candidate.tp)
+        work = self._floors(key, rows, stride, candidate.tp / tokens_divided)
+        return self._of_stages(work, (key, rows, stride), candidate, share / candidate.tp / candidate.cp)
+
+    def _experts_stage(self, candidate: Candidate) -> tuple[Candidate, int] | None:
+        """The candidate and the rows traced for `experts_bound`: the most whose tokens move as the candidate's do.
+
+        None without "ep", where ranks have no rows, and where "cp" or "tp" do not divide the tokens of a row, or
+        experts do not.
+        """
+        least, tokens = candidate.least_rows(self.workload.rows), self.workload.tokens
+        even = 2 * candidate.cp * candidate.tp, max(1, self.stages.num_experts)
+        if candidate.ep == 1 or not least or any(tokens % each for each in even):
+            return None
         key = _even_stage(candidate.recompute, candidate.ep)
-        share = rows / self.workload.rows
-        return self._of_stages(self._floors(key), (key,), candidate, share / candidate.tp / candidate.cp)
+        way = self.stages.way(candidate, self.workload.rows // candidate.microbatches)
+        rows, divided = self.workload.rows, candidate.cp * (candidate.tp if candidate.over_tp else 1)
+        while rows and self.stages.way(key, rows * key.dp) != way:
+            rows //= 2
+        return (key, rows * key.dp) if rows * divided >= least else None  # of fewer, no share is a lower bound
 
     def data_bound(self, candidate: Candidate) -> float:
         """Seconds of `even_bound`, of collectives over the data axes, and of the update."""
@@ -144,12 +163,12 @@ class PlanPrices:
         without_host = self._host == 0.0
         return ROUNDING * data.with_passes(candidate, blocks, passes, last_backward, gathers_first=without_host)
 
-    def price(self, candidate: Candidate) -> tuple[float, Estimate | None]:
-        """The candidate's seconds of a step, and the `Estimate`; math.inf and None if the model refuses the plan."""
+    def price(self, candidate: Candidate) -> tuple[float, Estimate | str]:
+        """The seconds of a step, and the `Estimate`; math.inf and the reason if the model refuses the plan."""
         try:
             found = self.estimate(candidate)
-        except ValueError:
-            return math.inf, None
+        except ValueError as error:
+            return math.inf, reason_of(error)
         return found.seconds, found
 
     def estimate(self, candidate: Candidate, *, keep_spans: bool = False) -> Estimate:
@@ -175,11 +194,10 @@ class PlanPrices:
         """For `even_bound` of candidates with these values of recompute."""
         return [run for each in recomputes for run in self._stage_traces(_even_stage(each), self.workload.rows)]
 
-    def _experts_runs(self, candidate: Candidate) -> list[PlanRun]:
-        if candidate.ep == 1:
-            return []
-        key = _even_stage(candidate.recompute, candidate.ep)
-        return self._stage_traces(key, self.workload.rows * key.dp)
+    def experts_runs(self, candidate: Candidate) -> list[PlanRun]:
+        """For `experts_bound`."""
+        found = self._experts_stage(candidate)
+        return [] if found is None else self._stage_traces(*found)
 
     def floor_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `activations_bound`."""
@@ -263,13 +281,24 @@ class PlanPrices:
             self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, sums=sums)
         return self._seconds[known]
 
-    def _floors(self, key: Candidate) -> StageWork | None:
-        """Lower bounds of the work of a step with all rows on rank 0, from the trace of `key`; None if refused."""
-        if key not in self._least_works:
-            trace = self._trace(key, self.workload.rows * key.dp)
+    def _floors(self, key: Candidate, rows: int, stride: int = 1, slower: float = 1.0) -> StageWork | None:
+        """Lower bounds of the work of a microbatch, and of the moves of tokens over "ep"; None if refused.
+
+        rows: of the trace of `key`. stride: of the candidate's "ep". slower: seconds of moves are counted this often.
+        """
+        known = key, rows, stride, slower
+        if known not in self._least_works:
+            trace = self._trace(key, rows)
+
+            def moves(start: Start) -> float:
+                if start.axes != ("ep",):
+                    return 0.0
+                sent = replace(start, stride=stride)
+                return slower * (self._transfer(sent) - self._transfer(replace(sent, nbytes=0)))
+
             floor = partial(floor_seconds, chip=self.chip)
-            self._least_works[key] = None if trace is None else work_of(trace, floor, lambda start: 0.0)
-        return self._least_works[key]
+            self._least_works[known] = None if trace is None else work_of(trace, floor, moves)
+        return self._least_works[known]
 
     def _prices(self, key: Candidate, rows: int) -> StageWork | None:
         """Prices of a microbatch on a stage with all blocks, without collectives over "dp"; None if refused.

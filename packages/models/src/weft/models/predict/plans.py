@@ -1,14 +1,13 @@
 """The space of a search for plans: every mesh of a number of processes, with every combination of options.
 
-A `Candidate` is a mesh with a plan. `enumerate_candidates` lists all candidates of a `Space`, and counts the refused by
-reason. Imports no torch until a `ParallelPlan` is made.
+A `Candidate` is a mesh with a plan. A `Space` lists all candidates in families, and `check_members` refuses families
+that cannot run. Imports no torch until a `ParallelPlan` is made.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -80,12 +79,20 @@ class Candidate:
         """The rows of a microbatch on rank 0, which has the most, in a step with `rows` rows."""
         return -(-rows // (self.microbatches * self.dp))
 
+    def least_rows(self, rows: int) -> int:
+        """The rows of a microbatch on the rank with the fewest, in a step with `rows` rows."""
+        return rows // (self.microbatches * self.dp)
+
     def parallel_plan(self, model_plan: ParallelPlan) -> ParallelPlan:
-        """`model_plan` with this candidate's options. model_plan: the model's own `parallel_plan()`."""
+        """`model_plan` with this candidate's options. model_plan: the model's own `parallel_plan()`.
+
+        A way of tokens to experts in `model_plan` is kept.
+        """
         from ..parallel.plan import ExpertPlan  # imported here because torch takes seconds
 
         options: dict[str, Any] = {name: getattr(self, name) for name in ("sequence", "context", "zero", "recompute")}
-        experts = ExpertPlan(size=self.ep, over_tp=self.over_tp) if self.ep > 1 else None
+        way = model_plan.experts.tokens if model_plan.experts else None
+        experts = ExpertPlan(size=self.ep, over_tp=self.over_tp, tokens=way) if self.ep > 1 else None
         return replace(model_plan, pipeline=self.pipeline, experts=experts, **options)
 
     @property
@@ -188,45 +195,41 @@ class Space:
 
     def members(self, family: Candidate) -> Iterator[Candidate]:
         """The candidates of a family: with every value of sequence, zero and recompute."""
+        for sequence, zero, recompute in product(*self._options(family)):
+            yield replace(family, sequence=sequence, zero=zero, recompute=recompute)
+
+    def count_members(self, family: Candidate) -> int:
+        """The number of `members`."""
+        sequences, zeros, recomputes = self._options(family)
+        return len(sequences) * len(zeros) * len(recomputes)
+
+    def _options(self, family: Candidate) -> tuple[list[bool], list[Zero], list[Recompute]]:
+        """The values of sequence, zero and recompute in a family."""
         sequences = self.sequences if family.tp > 1 else (False,)
         # Experts over tp are replicated on dp x cp x tp / ep ranks.
         replicated = family.data_ranks > 1 or (family.over_tp and family.ep < family.tp)
         zeros = self.zeros if replicated else self.zeros[:1]
-        for sequence, zero, recompute in product(sequences, zeros, self.recomputes):
-            member = replace(family, sequence=sequence, zero=zero, recompute=recompute)
-            if self._allows(member, "sequence", "zero", "recompute"):
-                yield member
+        return (
+            [each for each in sequences if self.fixed.get("sequence", each) == each],
+            [each for each in zeros if self.fixed.get("zero", each) == each],
+            [each for each in self.recomputes if self.fixed.get("recompute", each) == each],
+        )
 
 
-@dataclass(slots=True)
-class Enumeration:
-    """The accepted candidates of a space, and the number of refused candidates by reason."""
+def check_members(
+    space: Space, family: Candidate, check: Callable[[Candidate], None]
+) -> tuple[list[Candidate], dict[str, int]]:
+    """The members of a family of the space, and the number of refused members by reason.
 
-    accepted: list[Candidate] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def count(self) -> int:
-        """The number of all candidates, accepted or refused."""
-        return len(self.accepted) + sum(self.refused.values())
-
-
-def enumerate_candidates(space: Space, check: Callable[[Candidate], None]) -> Enumeration:
-    """List the candidates of the space. Called by `search_plans`.
-
-    check: raises ValueError for a candidate that cannot run. Called once for a family, with the simplest candidate:
-        `check` must not depend on sequence, zero and recompute.
+    check: raises ValueError for a candidate that cannot run. Called once, with the family's simplest candidate: `check`
+        must not depend on sequence, zero and recompute.
     """
-    found = Enumeration()
-    for family in space.families():
-        members = list(space.members(family))
-        try:
-            check(family)
-        except ValueError as error:
-            found.refused[reason_of(error)] += len(members)
-        else:
-            found.accepted += members
-    return found
+    members = list(space.members(family))
+    try:
+        check(family)
+    except ValueError as error:
+        return [], {reason_of(error): len(members)}
+    return members, {}
 
 
 def reason_of(error: ValueError) -> str:

@@ -1,12 +1,13 @@
 """`check_plan`: proves that a training step of Weft's does not hang, from a few recorded ranks of each kind.
 
-Ranks of a kind issue the same calls: ranks with the same position along "pp", and positions of equal parts along each
-further axis. Positions along an axis have equal parts if, at each position along the further axes, the ranks there hold
-the same shapes of every parameter and of the batch. Then the groups of two ranks of a kind have, place by place,
-members of the same kinds, and the ranks of a kind go through their calls in step: what is matched for a rank of each
-kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the last rank of each
-kind are recorded. Where their calls differ (not only parameters and batch are cut: a sum of 7 numbers over 64 ranks is
-cut unevenly, say), more ranks are recorded to find the position where the calls change, and the kind is divided there.
+A kind is all ranks with the same position along "pp", and with positions of equal parts along each further axis. The
+ranks of a kind issue the same calls. Positions along an axis have equal parts if, at each position along the further
+axes, the ranks there hold the same shapes of every parameter and of the batch. Then the groups of two ranks of a kind
+have, place by place, members of the same kinds, and the ranks of a kind go through their calls in step: what is matched
+for a rank of each kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the
+last rank of each kind are recorded. Where their calls differ (not only parameters and batch are cut: a sum of 7 numbers
+over 64 ranks is cut unevenly, say), more ranks are recorded to find the position where the calls change, and the kind
+is divided there.
 
 Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and
 the second's calls are copied for the microbatches between (`RepeatedActions`). The matched programs have the calls of
@@ -35,7 +36,8 @@ from .hang_report import Hang
 from .hangs import MOST_RANKS, CallRecorder, NoHang, find_hang
 from .matching import CallOrWait, Issued, Program
 
-# With more kinds, `check_plan` divides no kind further: each kind costs runs on shapes of the first and the last rank.
+# The most kinds with which `check_plan` still divides a kind; with more kinds, `check_plan` raises ValueError instead.
+# Each kind costs runs on shapes of the first and the last rank.
 MOST_KINDS = 512
 Listen = Callable[[Recorded], None]  # `CallRecorder.listen`
 ShapeAndLayout = tuple[tuple[int, ...], Layout]  # global shape and layout of a tensor
@@ -317,6 +319,8 @@ def _divided_axes(
 def _refine(kind_at: dict[str, list[int]], folded: Sequence[str], size: int) -> None:
     """Split alike positions whose groups, within a part or across parts, have members of different kinds.
 
+    With several axes in `folded`, and more than one kind on any, each position of all these axes becomes a kind of its
+    own.
     kind_at: as for `Kinds.of`; changed. folded, size: an item of `_divided_axes`.
     """
     if all(len(set(kind_at[axis])) == 1 for axis in folded):

@@ -25,8 +25,9 @@ class _HasComplexity(Protocol):
 
 C = TypeVar("C", bound=_HasComplexity)
 # In the queue of a search: the least seconds, complexity, the next stage (a bound, the price, `fits`), the name of the
-# bound, the candidate, and once priced the price's value. No two entries have the same complexity.
-_Entry = tuple[float, tuple[int, ...], int, str, C, Any]
+# bound, the candidate or family, and once priced the price's value. No two entries have the same complexity.
+_Entry = tuple[float, tuple[int, ...], int, str, Any, Any]
+CLOSER, MEMBERS = -2, -1  # the next stage of a family: `CandidateFamily.closer`, `CandidateFamily.members`
 AHEAD = 8  # candidates whose runs may be made while a candidate's runs are
 
 
@@ -44,6 +45,20 @@ class Bound(Generic[C]):
     runs: Callable[[C], Sequence[Any]] = _no_runs  # what `seconds` needs, for `prepare` of `search`
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CandidateFamily(Generic[C]):
+    """Candidates with common lower bounds of their seconds. Listed only where these bounds do not cut all off."""
+
+    complexity: tuple[int, ...]  # at most each member's, and no further family's
+    count: int  # of members
+    seconds: float  # never above a member's price; math.inf where no member fits
+    name: str  # of the bound `seconds`, as for `Bound`
+    closer: Bound[Any]  # a closer bound of every member, called with `key`
+    key: Any
+    # Lists the members: the possible candidates, and the numbers of impossible members by reason.
+    members: Callable[[], tuple[Sequence[C], Mapping[str, int]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found(Generic[C]):
     """A priced candidate."""
@@ -58,9 +73,10 @@ class Certificate:
     """How many candidates a search refused, cut, priced and left. These four add up to `enumerated`.
 
     A complete search has proved the results: no unpriced candidate can be among them, by a lower bound of its seconds.
+    The members of a family that is cut off as a whole are not listed: impossible candidates among them count as cut.
     """
 
-    enumerated: int  # all candidates
+    enumerated: int  # all candidates, members of families included
     refused: Mapping[str, int] = field(default_factory=dict)  # impossible candidates, by reason
     # By the name of the bound, which is math.inf or not below the last result's seconds.
     cut: Mapping[str, int] = field(default_factory=dict)
@@ -88,14 +104,13 @@ class Outcome(Generic[C]):
 
 
 def search(
-    candidates: Iterable[C],
+    candidates: Iterable[C | CandidateFamily[C]],
     bounds: Sequence[Bound[C]],
     price: Callable[[C], tuple[float, Any]],
     *,
     fits: Callable[[C], bool] | None = None,
     keep: int = 10,
     within: float = math.inf,
-    refused: Mapping[str, int] | None = None,
     price_runs: Callable[[C], Sequence[Any]] = _no_runs,
     fit_runs: Callable[[C], Sequence[Any]] = _no_runs,
     prepare: Callable[[Sequence[Any], Iterable[Sequence[Any]]], None] | None = None,
@@ -103,16 +118,17 @@ def search(
 ) -> Outcome[C]:
     """Find the `keep` candidates with the fewest seconds, in order; at equal seconds the simplest first.
 
+    candidates: candidates, and families of candidates, whose members are not listed beside the family.
     bounds: eager bounds first, then from cheap to costly. A candidate's bound is the largest found until then, so a
         later bound may be below an earlier bound.
-    price: returns a candidate's seconds, math.inf for a candidate that cannot run, and a value for `Found.price`.
+    price: returns a candidate's seconds and a value for `Found.price`. Of a candidate that cannot run, returns math.inf
+        and the reason for `Certificate.refused`.
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for candidates that are no slower
         than the last result, and after `within` for priced candidates. None: all candidates fit.
     within: seconds after which no further candidate is priced. The certificate counts the candidates left.
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
-    refused: numbers of impossible candidates by reason, for the certificate. None: no candidate was refused.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. A candidate
     whose price is the least of all prices and bounds left is tried for memory, and is then the next result. So the
     search ends with the last result, and the results are those of pricing every candidate.
@@ -122,9 +138,16 @@ def search(
     if list(bounds[: len(eager)]) != eager:
         raise ValueError("search: an eager bound comes after a bound that is not eager; give the eager bounds first")
     begin = clock()
-    cut: Counter[str] = Counter()
-    queue: list[_Entry[C]] = []
-    for candidate in candidates:
+    cut, refused, total = Counter[str](), Counter[str](), 0
+
+    def entries(candidate: C | CandidateFamily[C]) -> Iterator[_Entry]:
+        """The candidate with the eager bounds, or the family; counted in `cut` where it cannot fit."""
+        if isinstance(candidate, CandidateFamily):
+            if candidate.seconds == math.inf:
+                cut[candidate.name] += candidate.count
+            else:
+                yield candidate.seconds, candidate.complexity, CLOSER, candidate.name, candidate, None
+            return
         least, name = 0.0, ""
         for bound in eager:
             seconds = bound.seconds(candidate)
@@ -135,27 +158,39 @@ def search(
         if least == math.inf:
             cut[name] += 1
         else:
-            queue.append((least, candidate.complexity, len(eager), name, candidate, None))
-    total = sum(cut.values()) + len(queue)
+            yield least, candidate.complexity, len(eager), name, candidate, None
+
+    queue: list[_Entry] = []
+    for candidate in candidates:
+        total += candidate.count if isinstance(candidate, CandidateFamily) else 1
+        queue += entries(candidate)
     heapq.heapify(queue)
     runs_of_stages = [*(bound.runs for bound in bounds), price_runs, fit_runs]
 
-    def first_runs(stage: int, candidate: C) -> Sequence[Any]:
+    def needs(stage: int, candidate: Any) -> Sequence[Any]:
+        """What the stage of a candidate or family needs."""
+        if stage < 0:
+            return candidate.closer.runs(candidate.key) if stage == CLOSER else ()
+        return runs_of_stages[stage](candidate)
+
+    def first_runs(stage: int, candidate: Any) -> Sequence[Any]:
         """What the candidate needs first, from this stage up to the price. Few are tried for memory then."""
+        if stage < 0:
+            return needs(stage, candidate)
         stages = runs_of_stages[stage : max(stage, len(bounds)) + 1]
         return next((runs for runs_of in stages if (runs := runs_of(candidate))), ())
 
-    def ahead(stage: int, candidate: C) -> Iterator[Sequence[Any]]:
-        if stage < len(bounds):
+    def ahead(stage: int, candidate: Any) -> Iterator[Sequence[Any]]:
+        if 0 <= stage < len(bounds):
             yield first_runs(stage + 1, candidate)
         yield from (first_runs(each[2], each[4]) for each in heapq.nsmallest(AHEAD, queue))
 
-    def make_ready(stage: int, candidate: C) -> None:
-        if prepare is not None and (needed := runs_of_stages[stage](candidate)):
+    def make_ready(stage: int, candidate: Any) -> None:
+        if prepare is not None and (needed := needs(stage, candidate)):
             prepare(needed, ahead(stage, candidate))
 
     found: list[Found[C]] = []
-    unpriced: list[_Entry[C]] = []  # when the time is over
+    unpriced: list[_Entry] = []  # when the time is over
     num_priced, too_large, is_over = 0, 0, False
     while queue and len(found) < keep:
         if not is_over and clock() - begin > within:
@@ -165,7 +200,21 @@ def search(
             continue
         least, complexity, stage, name, candidate, value = heapq.heappop(queue)
         make_ready(stage, candidate)
-        if stage < len(bounds):
+        if stage == MEMBERS:
+            members, impossible = candidate.members()
+            refused.update(impossible)
+            for each in members:
+                for entry in entries(each):
+                    heapq.heappush(queue, entry)
+            continue
+        if stage == CLOSER:
+            seconds = candidate.closer.seconds(candidate.key)
+            if seconds > least:
+                least, name = seconds, candidate.closer.name
+            if least == math.inf:
+                cut[name] += candidate.count
+                continue
+        elif stage < len(bounds):
             seconds = bounds[stage].seconds(candidate)
             if seconds > least:
                 least, name = seconds, bounds[stage].name
@@ -173,10 +222,11 @@ def search(
                 cut[name] += 1
                 continue
         elif stage == len(bounds):
-            num_priced += 1
             least, value = price(candidate)
             if least == math.inf:
+                refused[value] += 1
                 continue
+            num_priced += 1
         elif fits is None or fits(candidate):
             found.append(Found(candidate=candidate, seconds=least, price=value))
             continue
@@ -187,15 +237,22 @@ def search(
     unpriced += [entry for entry in queue if entry[2] <= len(bounds)]
     worst = found[keep - 1].seconds if len(found) == keep else math.inf
     still_open = [entry for entry in unpriced if is_over and entry[0] <= worst]
-    cut.update(name for least, _, _, name, _, _ in unpriced if not is_over or least > worst)
+    for entry in unpriced:
+        if not is_over or entry[0] > worst:
+            cut[entry[3]] += _count(entry)
     certificate = Certificate(
-        enumerated=total + sum((refused or {}).values()),
-        refused=dict(refused or {}),
+        enumerated=total,
+        refused=dict(refused),
         cut=dict(cut),
         priced=num_priced,
         too_large=too_large,
-        left=len(still_open),
+        left=sum(map(_count, still_open)),
         least_left=min((entry[0] for entry in still_open), default=math.inf),
         seconds=clock() - begin,
     )
     return Outcome(found=tuple(found), certificate=certificate)
+
+
+def _count(entry: _Entry) -> int:
+    """The number of candidates that an entry of the queue stands for."""
+    return entry[4].count if entry[2] < 0 else 1

@@ -15,6 +15,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
+from ..plan_options import TokenTransport
 from .bounds import PHASES
 from .events import Compute, Event, Segment, Start, Trace, Wait
 from .plans import Candidate
@@ -35,6 +36,7 @@ class StageTraces:
     cp: tuple[int, ...] = ()
     num_experts: int = 0  # of a mixture: tokens are divided evenly among them
     _traces: dict[tuple[Candidate, int], Trace] = field(default_factory=dict)
+    _ways: dict[tuple[int, ...], TokenTransport | None] = field(default_factory=dict)  # of `way`
     _sizes: set[int] = field(default_factory=set)  # of the axes of the model's matrices, once known
 
     def trace(self, candidate: Candidate, rows: int) -> Trace:
@@ -80,8 +82,8 @@ class StageTraces:
 
         Each of these candidates is run.
         """
-        if candidate.ep > 1:  # how tokens are exchanged depends on their number
-            return []
+        if candidate.ep > 1:
+            return self._parts_of_experts(candidate, rows)
         of_rows = ((rows, Fraction(1)),) if rows <= max(ROWS) else tuple(zip(ROWS, line(ROWS, rows), strict=True))
         of_tp, of_cp = self._weights(self.tp, candidate.tp), self._weights(self.cp, candidate.cp)
         if len(of_rows) == len(of_tp) == len(of_cp) == 1 or not self._is_even(candidate):
@@ -90,6 +92,30 @@ class StageTraces:
             (replace(candidate, tp=tp, cp=cp), count, of_count * of_tp_size * of_cp_size)
             for (count, of_count), (tp, of_tp_size), (cp, of_cp_size) in product(of_rows, of_tp, of_cp)
         ]
+
+    def _parts_of_experts(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int, Fraction]]:
+        """`_parts` with "ep": of fewer rows, whose tokens come to experts in the same way as those of `rows` rows."""
+        on_rank, uneven = divmod(rows, candidate.dp)
+        way, first = self.way(candidate, rows), min(ROWS)
+        while first + 1 < on_rank and way != self.way(candidate, first * candidate.dp):
+            first *= 2
+        if uneven or way is None or first + 1 >= on_rank or not self._is_even(candidate):
+            return []
+        points = first, first + 1
+        if way != self.way(candidate, points[1] * candidate.dp):
+            return []
+        return [
+            (candidate, count * candidate.dp, weight)
+            for count, weight in zip(points, line(points, on_rank), strict=True)
+        ]
+
+    def way(self, candidate: Candidate, rows: int) -> TokenTransport | None:
+        """The way of tokens to experts in a microbatch of `rows` rows over all ranks; None where not known before."""
+        sizes = candidate.dp, candidate.cp, candidate.tp, candidate.ep, candidate.over_tp, rows
+        if sizes not in self._ways:
+            experts = self.workload.plan_of(candidate, rows).experts
+            self._ways[sizes] = None if experts is None else experts.tokens
+        return self._ways[sizes]
 
     def _weights(self, least: Sequence[int], size: int) -> Weights:
         if len(least) < 2 or size in (1, *least):
@@ -113,11 +139,9 @@ class StageTraces:
         return self.workload.tokens % parts == 0 and all(size % tp == 0 for size in self._sizes)
 
 
-def least_two(candidates: Iterable[Candidate]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two least sizes above 1 of "tp" and of "cp" among the candidates, for `StageTraces`."""
-    sizes = {(candidate.tp, candidate.cp) for candidate in candidates}
-    tp, cp = (tuple(sorted(set(each) - {1})[:2]) for each in zip(*sizes, strict=True))
-    return tp, cp
+def least_two(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The two least of an axis' sizes above 1, for `StageTraces`."""
+    return tuple(sorted({*sizes} - {1})[:2])
 
 
 def line(points: Sequence[int | Fraction], at: int | Fraction) -> tuple[Fraction, Fraction]:
@@ -152,10 +176,12 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
             return first
         nbytes = total([each.nbytes for each in counted])
         if isinstance(first, Start):
+            nbytes = max(0, nbytes - rounded)
+            if len({(each.size, each.stride) for each in counted}) == 1:
+                return replace(first, nbytes=nbytes)  # no traced size changes the group
             size = math.prod(sizes[axis] for axis in first.axes)
             axes = list(sizes)
             inner = axes[1 + max(map(axes.index, first.axes)) :]
-            nbytes = max(0, nbytes - rounded)
             return replace(first, nbytes=nbytes, size=size, stride=math.prod(sizes[axis] for axis in inner))
         products = tuple(
             tuple(map(total, zip(*each, strict=True))) for each in zip(*(each.sizes for each in counted), strict=True)

@@ -84,9 +84,10 @@ def product_sizes(func: Any, args: Sequence[Any], num_experts: int = 0) -> list[
         return [(1, a.shape[-2], b.shape[-1], a.shape[-1])]
     if func.namespace == "weft" and name in ("experts", "experts_backward"):
         count = name.count("_backward") + 1
-        source, gate = args[2 + count - 1], args[4 + count - 1]
+        gate = args[4 + count - 1]
         E, inner, width = gate.shape
-        rows = -(-len(source) // (num_experts or E))
+        choices = args[10] if count == 1 else len(args[8])  # `size` of forward; rows of backward's `z_gate`
+        rows = -(-choices // (num_experts or E))
         forward = [(E, rows, inner, width)] * 2 + [(E, rows, width, inner)]
         return forward if count == 1 else forward + [(E, inner, width, rows)] * 2 + [(E, width, inner, rows)]
     return []

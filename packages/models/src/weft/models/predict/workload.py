@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 
+from ..experts import MixtureOfExperts
+from ..parallel.experts.transport import LINKS, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..parallel.plan import ParallelPlan
 from ..plan_options import Zero
@@ -37,19 +39,32 @@ class Workload:
     update: Callable[[nn.Module], None] | None = None
     states: int | Mapping[str, int] = 2  # the optimizer's tensors for each element of a parameter
     is_compiled: bool = False  # whether blocks are compiled
-    # Makes a candidate's plan; None: the model's own plan with the candidate's options.
-    plan: Callable[[Candidate], ParallelPlan] | None = None
-    _own_plan: list[ParallelPlan] = field(default_factory=list)
+    plan: ParallelPlan | None = None  # to which candidates' options are added; None: the model's own
+    _plan: list[ParallelPlan] = field(default_factory=list)  # of `plan`, once known
     _reduced: dict[bool, Reduced] = field(default_factory=dict)  # by whether zero is 3
     _traces: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)
 
-    def plan_of(self, candidate: Candidate) -> ParallelPlan:
-        """The `ParallelPlan` of a candidate."""
-        if self.plan is not None:
-            return self.plan(candidate)
-        if not self._own_plan:
-            self._own_plan.append(own_plan(self.model))
-        return candidate.parallel_plan(self._own_plan[0])
+    def plan_of(self, candidate: Candidate, rows: int | None = None) -> ParallelPlan:
+        """The `ParallelPlan` of a candidate, with the cheaper way of tokens to experts. rows: as for `trace`."""
+        if not self._plan:
+            self._plan.append(own_plan(self.model) if self.plan is None else self.plan)
+        plan = candidate.parallel_plan(self._plan[0])
+        mixture = next((each for each in self.model.modules() if isinstance(each, MixtureOfExperts)), None)
+        if plan.experts is None or plan.experts.tokens is not None or mixture is None:
+            return plan
+        rows = rows or self.rows // candidate.microbatches
+        mesh = ProcessMesh.grid(**candidate.axes)
+        num_experts, hidden_size = mixture.gate.weight.shape
+        price = price_of(
+            size=candidate.ep,
+            tokens=tokens_on_rank(mesh, plan.experts, rows, self.tokens),
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            experts_per_token=mixture.options.experts_per_token,
+            itemsize=self.dtype.itemsize,
+            link=LINKS["cuda"],
+        )
+        return replace(plan, experts=replace(plan.experts, tokens=price.cheaper))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model is called, for `dtype`."""
@@ -116,7 +131,7 @@ class Workload:
     def run(self, candidate: Candidate, rows: int) -> Trace:
         """Run a step on shapes for `sums`. candidate: of `traced`. rows: of a microbatch, over all ranks."""
         mesh = ProcessMesh.grid(**candidate.axes)
-        plan = replace(self.plan_of(candidate), pipeline=PipelinePlan(microbatches=candidate.microbatches))
+        plan = replace(self.plan_of(candidate, rows), pipeline=PipelinePlan(microbatches=candidate.microbatches))
         shape = self.shape(rows * candidate.microbatches, candidate.microbatches)
         if (plan.zero == 3) not in self._reduced:
             self._reduced[plan.zero == 3] = reduce_model(self.model, plan)

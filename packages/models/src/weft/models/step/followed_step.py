@@ -41,18 +41,20 @@ KINDS = (  # uses of memory: the fields of `Peak` in bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A moment of a step after the first, and a rank's bytes by kind.
+    """A rank's bytes by kind at a moment of the second step of a run: the optimizer's states exist from the start.
 
-    The moment with the most bytes, except from `FollowedStep.peak_at`.
+    The moment with the most bytes; from `FollowedStep.peak_at`, the given moment.
     """
 
     phase: str  # "forward", "backward", "gradients" (their sync and norm) or "optimizer"
     # Name of the op that made the last storage still alive; "" for storages from before the step.
     op: str
-    place: int  # number of the block at work, from 0; -1 before the first, the number of blocks after the last
+    # Number of the block at work, from 0; -1 before the first, the number of blocks after the last. Without meaning in
+    # the phases "gradients" and "optimizer", in which no block is at work.
+    place: int
     parameters: int
     gathered: int  # full copies of sharded parameters, beyond their shards
-    gradients: int  # as the optimizer reads gradients: shards under zero=2 and zero=3
+    gradients: int  # as the optimizer reads gradients: shards under zero=1, 2 and 3
     buckets: int  # gradients not reduced yet, and the flat tensors of the reduction
     states: int  # the optimizer's
     activations: int  # saved for backward, over all microbatches in flight
@@ -96,7 +98,10 @@ def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes saved for backward at the end of a microbatch's forward; without `shared`, the bytes of this microbatch."""
+    """Bytes saved for backward at the end of a microbatch's forward.
+
+    All fields but `shared` count what this microbatch saved.
+    """
 
     before: int  # before the first block
     inside: int  # in all blocks together

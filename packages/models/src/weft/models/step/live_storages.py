@@ -35,7 +35,9 @@ class Storage:
 
     nbytes: int
     born: int  # moment of allocation
-    place: int  # number of the block at work: BEFORE the first, the number of blocks after the last
+    # Number of the block at work at the allocation: BEFORE the first block, and once a backward is over; the number of
+    # blocks after the last block. Of parameters and gradients: as given to `adopt` or `relabel`.
+    place: int
     in_module: bool  # whether a module's forward was running, in backward also as recomputation
     in_backward: bool  # whether autograd's backward was running
     op: str  # at work: Weft's, or outside Weft's ops torch's

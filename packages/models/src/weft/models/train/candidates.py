@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..checks import check_tensor_parallel
+from ..parallel.plan import ExpertPlan
 from ..predict.plans import Candidate
 from ..predict.workload import Workload
 from .config import MeshConfig, TrainConfig
@@ -83,15 +83,10 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
 
 def workload_of(config: TrainConfig) -> Workload:
     """The step of a run on a GPU, to be planned for any candidate. The mesh of `config` is not used."""
-    config = config_with(config, Candidate())
+    way = config.plan.experts_tokens  # refused by `config_with` without an axis "ep"
+    config = config_with(replace(config, plan=replace(config.plan, experts_tokens=None)), Candidate())
     outline = Outline.of(config, {"dp": 1, "tp": 1}, "cuda")
     shape, model = outline.step_shape(0), outline.make_model()
-
-    def plan(candidate: Candidate) -> Any:
-        if candidate.ep == 1:
-            return candidate.parallel_plan(outline.plan)
-        return Outline.of(config_with(config, candidate), candidate.axes, "cuda").plan  # with the tokens' cheaper way
-
     return Workload(
         model=model,
         rows=outline.batch_shape[0],
@@ -104,7 +99,7 @@ def workload_of(config: TrainConfig) -> Workload:
         update=partial(communicate_update, config=config.optimizer),
         states=count_states(model, config.optimizer),
         is_compiled=config.compile,
-        plan=plan,
+        plan=replace(outline.plan, experts=ExpertPlan(tokens=way)),
     )
 
 

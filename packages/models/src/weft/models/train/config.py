@@ -1,6 +1,7 @@
 """The configuration of a training run: frozen dataclasses, checked on creation. Their field docstrings are the help.
 
-`learning_rate`: the rate which the options of the optimizer give at each step, for `Trainer.step`.
+`learning_rate`: the rate which the options of the optimizer give at each step, for `Trainer.step`. `state_tensors`: the
+optimizer's memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from .task_config import DPOConfig, KTOConfig, LoRAConfig, ReferenceKind, Refere
 
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include work done once
-# optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on a rank
-OPTIMIZERS = (
-    *("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd"),
-    "muon",
-)
+# Optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on a rank. Of each
+# the number of state tensors of a parameter's size.
+OPTIMIZERS = {
+    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "rmsprop": 2, "rprop": 2,
+    "asgd": 1, "sgd": 1, "muon": 2,
+}  # fmt: skip
+_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers with a state less if beta1 is 0
 # refused optimizers of torch, and why their update is not elementwise
 NOT_ELEMENTWISE = {
     "adafactor": "keeps the means of rows and columns, and scales by the norm of the whole parameter",
@@ -342,6 +345,16 @@ class TrainConfig:
                     f"lower data.sequence_length or raise model.max_seq_len"
                 )
             object.__setattr__(self, "model", replace(self.model, max_seq_len=self.data.sequence_length))
+
+
+def state_tensors(config: OptimizerConfig, *, in_block: bool = False) -> int:
+    """Number of state tensors per parameter, each of the parameter's size.
+
+    in_block: of a matrix in a block. Muon keeps the momentum alone.
+    """
+    if config.name == "muon" and in_block:
+        return 1
+    return OPTIMIZERS[config.name] - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

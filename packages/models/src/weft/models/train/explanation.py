@@ -226,7 +226,8 @@ class Outline:
     def memory_parts(self, rank: int) -> MemoryParts | None:
         """The parts of the memory of `rank` in a step on a GPU; None where blocks are few or not alike.
 
-        The update's memory is not included: torch's fused optimizers need none. Communication: none.
+        The update's memory is not included: torch's fused optimizers need none, and Muon's few matrices come when the
+        activations are gone. Communication: none.
         """
         model, clip_norm = self.make_model(), self.config.optimizer.clip_norm
         states, shape = count_states(model, self.config.optimizer), self.step_shape(rank)

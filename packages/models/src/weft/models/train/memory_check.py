@@ -1,9 +1,10 @@
-"""Check a run against the memory of the machine, before torch is imported.
+"""Check a run against the memory of the machine, without torch.
 
-`weft train` calls `check_room` for the run, and for each mesh to be suggested. `check_room` counts the bytes needed by
-every run: parameters, gradients and the optimizer's state. `cpu_memory` and `gpu_memory` give the memory of this
-machine's CPU and GPUs, and `gpu_count` the number of GPUs. These functions ask the kernel and the CUDA driver directly:
-a call takes a millisecond, and importing torch takes seconds.
+`weft train` calls `check_room` before the run, and after the run for meshes that could be suggested. `check_room`
+counts the bytes needed by every run: parameters, gradients and the optimizer's state. Only to count the parameters of a
+user's model class, or of adapters, torch is imported. `cpu_memory` and `gpu_memory` give the memory of this machine's
+CPU and GPUs, and `gpu_count` the number of GPUs. These functions ask the kernel and the CUDA driver directly: a call
+takes a millisecond, and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..checks import check_tensor_parallel
 from ..config import MixtureConfig, ModelConfig
 from ..processes import is_launched
 from ..terminal import gib
-from .config import OptimizerConfig
+from .config import state_tensors
 from .model_class import count_adapters, count_block_matrices, parameters_of
 from .recipes import RECIPES
 from .run import Run
@@ -29,12 +30,6 @@ _ROOT = Path("/")
 
 BYTES = 4  # of a float32: the dtype of parameters, gradients and optimizer state
 USED = 0.8  # share of the memory above which activations may not fit
-# Number of state tensors of a parameter's size, by optimizer.
-_STATES = {
-    **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop", "muon"), 2),
-    **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
-}
-_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers with a state less if beta1 is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +73,9 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
     """Compare the memory needed by a run with the memory of this machine.
 
     gpus: GPUs of this machine, each with a process; 0 for a run on the CPU.
-    Returns a line of warning if the run comes close to the memory, else an empty list.
-    Raises ValueError if the run cannot fit; the error names options that would.
+    Returns a line of warning if the run comes close to the memory, else an empty list, also where the memory is
+    unknown.
+    Raises ValueError if the run cannot fit; the error names options that would fit, if there are any.
     """
     memory, device = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
@@ -142,16 +138,6 @@ def _experts_of(model: ModelConfig) -> int:
     return sum(
         3 * model.hidden_size * each.intermediate_size * each.num_experts for each in mixtures if each is not None
     )
-
-
-def state_tensors(config: OptimizerConfig, *, in_block: bool = False) -> int:
-    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown.
-
-    in_block: of a matrix in a block. Muon keeps the momentum alone.
-    """
-    if config.name == "muon" and in_block:
-        return 1
-    return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
 
 def _local_processes(run: Run) -> int:

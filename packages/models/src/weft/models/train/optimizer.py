@@ -1,4 +1,4 @@
-"""Optimizers by name, and their state values counted. Called by `Trainer` and `weft explain`."""
+"""Optimizers by name, and their state values by parameter. Called by `Trainer` and `weft explain`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.reshard import Muon
 from ..blocks import PROJECTIONS
 from ..layers import embedding_tables
 from ..parallel.parallelize import pipeline_of
-from .config import OptimizerConfig
+from .config import OptimizerConfig, state_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,27 +142,10 @@ def communicate_update(model: nn.Module, config: OptimizerConfig) -> None:
         _make_muon(model, config).update_matrices()
 
 
-def states_per_element(config: OptimizerConfig, *, in_block: bool = False) -> int:
-    """Count the optimizer's state values per element of a matrix, in a block or elsewhere.
-
-    Counted on a real optimizer, after a step on a model of four weights.
-    """
-    with torch.device("cpu"):
-        block, head = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": head})
-    for each in (block, head):
-        each.weight.grad = torch.ones_like(each.weight)
-    optimizer = make_optimizer(model, config)
-    optimizer.step()
-    weight = block.weight if in_block else head.weight
-    states = optimizer.state[weight].values()
-    return sum(isinstance(each, Tensor) and each.shape == weight.shape for each in states)
-
-
 def count_states(model: nn.Module, config: OptimizerConfig) -> dict[str, int]:
     """Parameter name -> the optimizer's state values per element. Raises ValueError as `make_optimizer`."""
     if config.name == "muon":
         check_matrices(model)
     matrices = find_matrices(model)
-    counts = {in_block: states_per_element(config, in_block=in_block) for in_block in (True, False)}
+    counts = {in_block: state_tensors(config, in_block=in_block) for in_block in (True, False)}
     return {name: counts[parameter in matrices] for name, parameter in model.named_parameters()}

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from rich.console import Console
@@ -258,6 +259,7 @@ class StepDisplay:
             self._report.print_line(f"step {metrics.step:{width}}/{self._config.steps} {metrics.done:4.0%}  {metrics}")
 
 
+@lru_cache(maxsize=256)  # layers are alike
 def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
     """At most four of the distinct shard shapes over the ranks, as text; empty if every shard has the full shape.
 

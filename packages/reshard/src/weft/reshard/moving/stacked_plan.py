@@ -58,7 +58,7 @@ def _differs(plan: Plan) -> bool:
 
 
 def _makes_partial_of_shards(step: object) -> bool:
-    """Whether the step makes each shard, with zeros around the shard, an addend of a Partial value."""
+    """Whether the step makes each shard, with the op's identity around the shard, an addend of a Partial value."""
     return isinstance(step, MakePartial) and step.dim is not None
 
 
@@ -92,11 +92,12 @@ def _new_partial_axes(plan: Plan) -> list[str]:
 
 
 def _region_axis(plan: Plan) -> str | None:
-    """The axis along which each shard of the named mesh becomes an addend, with zeros around the shard; None for none.
+    """The axis along which each shard of the named mesh becomes an addend, with the op's identity around; or None.
 
-    Three conditions: the plan changes this axis alone, from Shard to Partial; no further axis shards the dim; and the
-    named mesh's shards are even. Otherwise the whole value becomes the addend of coordinate 0, and all further addends
-    are zeros. The answer is the same on every mesh.
+    Four conditions: the plan stays on a single mesh; the plan changes this axis alone, from Shard to a Partial other
+    than Partial("avg"); no further axis with a named size above 1 shards the dim; and the named mesh's shards are even.
+    For None, the whole value becomes the addend of coordinate 0, and the op's identity all further addends; but for
+    Partial("avg") every addend is the value. The answer is the same on every mesh.
     """
     src, dst = plan.src, plan.dst
     if src.mesh != dst.mesh:
@@ -262,7 +263,7 @@ class StackedPlan:
         return self._in_order(result, (*stacked, *self._stacked_at_end))
 
     def _op_of_new_partial(self) -> str:
-        """The reduction of the axes made Partial, as "sum": a layout has a single reduction."""
+        """The reduction of the axes made Partial: "sum", "avg", "min", ... A layout has a single reduction."""
         placement = self._plan.dst[self._new_partial[0]]
         assert isinstance(placement, Partial), "new Partial axes are Partial in the target"
         return placement.op

@@ -55,7 +55,7 @@ class GradientBuckets:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
 
         Called in backward when the leaf's turn comes in the order of sending, and for the remaining leaves in `wait()`.
-        Of a leaf that keeps passes, each call sends a single gradient, the oldest.
+        Of a leaf with `keeps_passes`, each call sends a single gradient, the oldest.
         A gradient in the target layout needs no bucket, and stays in `.grad`. Under ZeRO, or where a later gradient has
         a different layout, the gradient is added to the leaf's `reduced_grad` instead. A gradient without a Route is
         resharded at once.

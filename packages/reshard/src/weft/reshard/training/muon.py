@@ -51,8 +51,11 @@ class Muon(torch.optim.Optimizer):
     State: `momentum_buffer` of a matrix; `step`, `exp_avg` and `exp_avg_sq` under AdamW; in the parameter's layout.
 
     With equal gradients, weights are equal to the bit on every mesh. A rank that holds a matrix whole computes the
-    update by itself: ranks with copies of the matrix all compute the same update. Besides the states, a rank holds at
-    most three whole matrices, in bfloat16: one at work, the next arriving, and the last leaving.
+    update by itself: ranks with copies of the matrix all compute the same update.
+    Memory of `step`, besides the states: a rank holds six matrices in bfloat16, of three rounds. Of the matrix which
+    arrives, the shards sent and the whole matrix; of the matrix at work, the whole matrix twice, and two products of
+    the smaller dim squared; of the matrix which leaves, the whole matrix and the shards received. An exchange whose
+    parts are not contiguous also packs the parts, less than a matrix each way.
     Communication of `step`: as `update_matrices`; also a reshard of each gradient whose layout is not the parameter's.
     Raises ValueError for options out of range, where a group without `adamw` has parameters besides floating-point
     matrices and stacks, and where `rows` is given for a stack or does not divide n.
@@ -124,13 +127,16 @@ class Muon(torch.optim.Optimizer):
             matrix.update(matrix.orthogonalized(matrix.direction()))
         returning: list[_Moving] = []
         for number in range(len(rounds)):
-            moving, following = following, []
-            if number + 1 < len(rounds):
-                following = [_Moving(stack, sharded) for stack in rounds[number + 1]]
+            moving = following
+            for stack in moving:
+                stack.arrive()
+            following = [_Moving(stack, sharded) for stack in rounds[number + 1]] if number + 1 < len(rounds) else []
             for stack in moving:
                 stack.orthogonalize()
-            for stack in returning:
+            for stack in returning:  # before the next exchange back allocates
                 stack.update()
+            for stack in moving:
+                stack.send_back()
             returning = moving
         for stack in returning:
             stack.update()
@@ -287,7 +293,7 @@ def _local(tensor: Tensor) -> Tensor:
 class _Moving:
     """The exchanges of a `Stack` of a round: its matrices move to the owners and back.
 
-    Calls come in this order: construction, `orthogonalize`, `update`. Each call waits for the exchange started before.
+    Calls come in this order: construction, `arrive`, `orthogonalize`, `send_back`, `update`.
     """
 
     def __init__(self, stack: Stack, sharded: Sequence[_Matrix]) -> None:
@@ -296,18 +302,29 @@ class _Moving:
         shards = torch.stack([each.direction() for each in self._matrices])  # [k, rows here, columns here]
         self._pending = self._start(stack.source, stack.target, shards)
 
+    def arrive(self) -> None:
+        """Waits for the exchange to the owners."""
+        self._whole: Tensor | None = self._pending.wait()  # [1, n, m] on an owner
+        del self._pending
+
     def orthogonalize(self) -> None:
-        """Orthogonalizes this rank's own matrix, if any, and starts the exchange back."""
-        whole, mesh = self._pending.wait(), self._stack.target.mesh  # [1, n, m] on an owner
-        if this_rank() in mesh:
+        """Orthogonalizes this rank's own matrix, if any. Communication: none."""
+        mesh = self._stack.target.mesh
+        if this_rank() in mesh and self._whole is not None:
             matrix = self._matrices[mesh.ranks.index(this_rank())]
-            whole = matrix.orthogonalized(whole[0]).unsqueeze(0)
-        self._pending = self._start(self._stack.target, self._stack.source, whole)
+            self._whole = matrix.orthogonalized(self._whole[0]).unsqueeze(0)
+
+    def send_back(self) -> None:
+        """Starts the exchange back."""
+        assert self._whole is not None, "the matrix has arrived"
+        self._pending = self._start(self._stack.target, self._stack.source, self._whole)
+        self._whole = None
 
     def update(self) -> None:
-        """Updates this rank's parts of the weights."""
+        """Waits for the exchange back, and updates this rank's parts of the weights."""
         for matrix, part in zip(self._matrices, self._pending.wait(), strict=True):
             matrix.update(part)
+        del self._pending
 
     def _start(self, src: Layout, dst: Layout, local: Tensor) -> Pending:
         mesh = device_mesh(self._stack.source.mesh, device_type() if local.is_meta else local.device.type)
@@ -326,7 +343,9 @@ def _orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], st
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x.div_(x.norm().clamp(min=eps))
+    spare = torch.empty_like(x)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a, out=spare)
+        x, spare = spare, x
     return x.T if is_tall else x

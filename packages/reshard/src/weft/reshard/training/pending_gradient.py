@@ -76,11 +76,12 @@ class Leaf:
     has_new_grad: bool = False
     ready_count: int = 0  # number of ready gradients whose turn to be sent has not come
     num_grads: int = 0  # number of gradients that were ready to send in this round
-    # How often SendOrder or `_send_with_peers` gave a gradient, or zeros, in this round; in the target layout too.
+    # How often in this round SendOrder or `_send_with_peers` gave a gradient, or zeros, to GradientBuckets. Counts also
+    # for a gradient in the target layout, which no bucket takes.
     num_sent: int = 0
     # Forms of the gradients in this round sent by `GradientBuckets.add`, or found in the target layout.
     sent_forms: Forms = ()
-    bucket: Bucket[Leaf] | None = None  # the bucket with the last gradient sent
+    bucket: Bucket[Leaf] | None = None  # the bucket of this round's last gradient; may still be open
     # Forms of the gradients on all ranks, in the last round in which any rank had a gradient of this parameter.
     last_forms: Forms = ()
     reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until the round ends
@@ -120,7 +121,10 @@ class Leaf:
 
     @property
     def keeps_passes(self) -> bool:
-        """Whether the gradient of each backward pass is summed over the ranks by itself."""
+        """Whether the ranks sum the gradient of each backward pass separately: with ZeRO 2 and 3 inside `exact_sums`.
+
+        Otherwise a rank may add up the gradients of several passes before the ranks sum.
+        """
         return self.sends_every_pass and exact_axes() is not None
 
     @property
@@ -131,7 +135,7 @@ class Leaf:
         return (self.local_grad is not None) + len(self.older_grads) + (self.grad is not None)
 
     def take_older_grads(self) -> list[DTensor]:
-        """Removes and returns the gradients that were set aside; of a leaf that keeps passes, the oldest alone."""
+        """Removes and returns the gradients that were set aside; of a leaf with `keeps_passes`, the oldest alone."""
         if not self.older_grads:
             return []
         number = 1 if self.keeps_passes else len(self.older_grads)
@@ -141,8 +145,8 @@ class Leaf:
     def unsent_forms(self) -> Forms:
         """The forms of the gradients not yet handled by `GradientBuckets.add`, which moves forms to `sent_forms`.
 
-        A gradient in the target layout counts, though without ZeRO the gradient itself is not sent: by the form, peers
-        learn of the gradient.
+        A new gradient in `.grad` counts in the target layout, too: no bucket takes the gradient, but peers learn of the
+        gradient by the form. In `older_grads`, gradients in the target layout do not count.
         """
         if not self.is_hooked:
             return ()
@@ -212,8 +216,10 @@ class Leaf:
         self.parameter.grad = self.placeholder
 
     def gradient_for_autograd(self, incoming: DTensor) -> DTensor | None:
-        """What autograd is to add to `.grad` in place of an incoming gradient; None for `incoming` itself.
+        """The gradient which autograd is to add to `.grad` in place of `incoming`; None for `incoming` itself.
 
+        Called by GradientSync's hook, before autograd adds. May empty `.grad`: an older gradient is then in
+        `older_grads`, or included in the returned gradient.
         A gradient with stacked addends is given as a new DTensor, which autograd puts into an empty `.grad` uncopied.
         Autograd would copy a gradient with further references, into memory of the layout's local shape, without room
         for stacked addends. The new DTensor may share memory with another tensor's gradient: a later gradient is added
@@ -251,7 +257,7 @@ class Leaf:
     def add_reduced(self, grad: DTensor) -> None:
         """Adds a gradient in the target layout to `reduced_grad`, in the dtype of the parameter's gradient.
 
-        The ranks may have summed in another dtype. Of a leaf that keeps passes, the sum begins with the gradient left
+        The ranks may have summed in another dtype. Of a leaf with `keeps_passes`, the sum begins with the gradient left
         in `.grad` by earlier rounds: several passes in a round then add up as one pass in each of several rounds.
         """
         if self.reduced_grad is None and self.keeps_passes:

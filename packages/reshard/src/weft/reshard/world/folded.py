@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 # Which of a rank's coordinates on the named mesh: for each axis of `Fold.axes`, a number below the axis's fold (named
 # size over real size).
 FoldIndex = tuple[int, ...]
+# Which of a rank's members of a FoldedGroup: for each axis of the group, a number below the axis's fold.
+MemberIndex = tuple[int, ...]
 
 
 class Fold:
@@ -52,7 +54,10 @@ class Fold:
 
     @classmethod
     def of(cls, mesh: ProcessMesh) -> Fold | None:
-        """The fold of a mesh inside `exact_sums`; None outside."""
+        """The Fold of `mesh` inside `exact_sums`, without folded axes where `mesh` has the named sizes; None outside.
+
+        Raises ValueError as `folds`.
+        """
         return None if exact_axes() is None else _fold(mesh, folds(mesh))
 
     def fold(self, axis: str) -> int:
@@ -150,8 +155,9 @@ class FoldedGroup:
     def in_order(self, rows: Tensor) -> Tensor:
         """Sorts the members' rows into the order of the members' ranks on the named mesh.
 
-        rows: [ranks, members of a rank, *shape]: the ranks of the real group in the order of `Positions`, and for each
-        rank the tensors of the rank's members, stacked. Returns [members, *shape].
+        rows: [ranks, members of a rank, *shape]. Dim 0: the ranks of the real group, sorted by position (`Positions`).
+            Dim 1: the members of each rank, sorted by MemberIndex.
+        Returns [members, *shape].
         """
         axes = len(self._ranks_by_axis)
         by_axis = rows.reshape(*self._ranks_by_axis, *self._folds_by_axis, *rows.shape[2:])
@@ -232,7 +238,7 @@ class _Turns:
         self._locks = [threading.Lock() for _ in range(count)]  # by thread: released to give the thread the turn
         self._waiting: dict[int, Any] = {}  # by thread: the meeting at which the thread waits
         self._ended: set[int] = set()
-        self._meetings: dict[Any, dict[FoldIndex, Tensor]] = {}  # by meeting, then by member: the tensor given
+        self._meetings: dict[Any, dict[MemberIndex, Tensor]] = {}  # by meeting, then by member: the tensor given
         self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: result, and how many members lack the result
         self._rounds: dict[Any, int] = {}  # by group's key and member: the number of the member's meetings
         self._errors: dict[int, BaseException] = {}  # by thread, in the order in which threads failed
@@ -250,14 +256,15 @@ class _Turns:
             _current.turns, _current.number = self, number
             self._locks[number].acquire()
             try:
-                # torch keeps the number by thread, and the bits of products depend on the number
+                # torch has a thread count for each thread, and the bits of products depend on the thread count
                 if torch.get_num_threads() != num_threads:
                     torch.set_num_threads(num_threads)
                 if not self._errors:
                     with torch.set_grad_enabled(grad), _dispatching(modes):
                         results[number] = functions[number]()
             except BaseException as error:
-                self._errors.setdefault(number, error)  # a thread at which a deadlock was found has an error already
+                # The thread woken by `_pass_on` after a deadlock has an error already: the deadlock's.
+                self._errors.setdefault(number, error)
             self._ended.add(number)
             self._pass_on(number)
             _current.turns = None
@@ -277,14 +284,14 @@ class _Turns:
     def meet(
         self,
         key: Any,
-        place: FoldIndex,
-        members: Sequence[FoldIndex],
+        place: MemberIndex,
+        members: Sequence[MemberIndex],
         tensor: Tensor,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
         """`FoldedGroup.meet` of the running thread.
 
-        key: equal for the members of a group. place: this member's coordinate along the group's axes. members: the
+        key: equal for the members of a group. place: which of this rank's members calls, as a MemberIndex. members: the
         places of all members on this rank.
         """
         number = _current.number

@@ -142,7 +142,7 @@ class _ExpertCalls:
 
     mesh: ProcessMesh  # of the model, or of a pipeline stage
     plan: ExpertPlan
-    takes_rows: bool  # whether the original forward takes `rows`: how many choices of the tokens are local experts
+    takes_rows: bool  # whether the original forward takes `rows`: the most choices of the tokens that are local experts
     # Started by `_announce_choices` for the next `_forward`; None where `_forward` starts the exchange, or gathers.
     early_exchange: Exchanging | None = field(default=None, init=False)
 
@@ -244,8 +244,9 @@ def _forward(
 
 
 def _begin(calls: _ExpertCalls, members: ExpertRanks, x: DTensor, experts: Tensor) -> Transport:
-    if calls.transport(members, x, experts.shape[-1]) == "gather":
-        return Gathering(members)
+    choices = experts.shape[-1]
+    if calls.transport(members, x, choices) == "gather":
+        return Gathering(members, choices)
     return Exchanging(members, experts)
 
 

@@ -63,7 +63,7 @@ class ExpertRanks:
 class Transport(Protocol):
     """A transport of tokens. Made for each call of a layer's experts; both directions may run several times."""
 
-    # The number of choices of this rank's experts, among own tokens and among received tokens; None: not known.
+    # At least the choices of this rank's experts, among own tokens and among received tokens; None: not known.
     own_choices: int | None
     received_choices: int | None
 
@@ -99,9 +99,9 @@ class Gathering:
     m is the most tokens on a rank; ranks with fewer tokens are padded.
     """
 
-    def __init__(self, members: ExpertRanks) -> None:
+    def __init__(self, members: ExpertRanks, choices_of_token: int) -> None:
         self.own_choices: int | None = None
-        self.received_choices: int | None = None
+        self.received_choices: int | None = choices_of_token * (sum(members.tokens) - members.tokens[members.position])
         self._members, self._most = members, max(members.tokens)
         self._phases = [(members.group, members.positions)]
 
