@@ -114,6 +114,8 @@ def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
         pytest.param(["--within", "1e-9"], "before a plan that fits was priced; ", id="no-time"),
         pytest.param(["--within", "-1"], "--within '-1' is no number of seconds above 0", id="within"),
         pytest.param(["--plan.split", "1,3"], "--plan.split gives layers to stages", id="split"),
+        pytest.param(["--plan.exact", "dp=2"], "--plan.exact names a mesh, and plan chooses the mesh", id="exact"),
+        pytest.param(["--plan.experts-tokens", "gather"], "plan takes the cheaper way for each mesh", id="tokens"),
         pytest.param(["--output", "/nowhere/plan.toml"], "there is no folder /nowhere", id="output"),
         pytest.param(["--memory", "1MiB"], "weights, gradients and optimizer states take", id="below-the-weights"),
         pytest.param(["--mesh.tp", "3"], "plans can run: the fixed options fit no mesh", id="fits-no-mesh"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from weft.models import GPTConfig, LlamaConfig, MixtralConfig, QwenConfig
+from weft.models.compare.bound import UNIT
 from weft.models.compare.judge import Judge
 from weft.models.compare.record_file import Header, StepDigests
 from weft.models.compare.report import describe
@@ -164,6 +165,11 @@ def test_two_meshes_are_never_accused(family: str, dtype: str, portion: Portion,
         judge = judged(first, laid_out(family, dtype, name))
         assert judge.finding is None, (name, other, describe(judge, (str(other), name)))
         assert judge.steps == 3 and judge.tensors > 60
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_a_roundoff_is_half_the_distance_of_1_to_the_next_number(dtype: str) -> None:
+    assert UNIT[dtype] == torch.finfo(getattr(torch, dtype)).eps / 2
 
 
 def test_one_run_twice_has_the_same_bits(alone: Any, text: str, pool: Pool) -> None:

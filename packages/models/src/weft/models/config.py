@@ -310,7 +310,7 @@ class MixtureConfig(RotaryConfig):
     experts_per_token: int
     """Experts that each token is sent to."""
     router_aux_loss_coef: float = 0.001
-    """Coefficient of the balance loss, whose least value, reached by an even load, is experts_per_token."""
+    """Coefficient of the balance loss, which is experts_per_token at an even load, and usually more otherwise."""
     seq_aux: bool = False
     """The balance loss is the mean of each sequence's own, as in DeepSeek-V3, and not of the batch's experts."""
     router_z_loss_coef: float = 0.0

@@ -127,13 +127,20 @@ def _read_chip(name: str | None) -> Chip:
 
 
 def _find_fixed(arguments: Sequence[str], config: TrainConfig) -> dict[str, object]:
-    """The fields of `Candidate` fixed by options of the command line, with their values. Refuses --plan.split."""
+    """The fields of `Candidate` fixed by options of the command line, with their values.
+
+    Raises ValueError for options of the plan that no candidate has.
+    """
+    if config.plan.exact is not None:
+        raise ValueError("--plan.exact names a mesh, and plan chooses the mesh; leave it out")
     fixed: dict[str, object] = {}
     for argument in arguments:
         option = argument.partition("=")[0].removeprefix("--").replace("_", "-")
         option = re.sub(r"^no-(plan|mesh)\.", r"\1.", option).replace("plan.no-", "plan.")
         if option == "plan.split":
             raise ValueError("--plan.split gives layers to stages, whose number plan chooses; leave it out")
+        if option == "plan.experts-tokens":
+            raise ValueError("--plan.experts-tokens: plan takes the cheaper way for each mesh; leave it out")
         if option in FIXED_BY and argument.startswith("--"):
             group: Any = config.mesh if option.startswith("mesh.") else config.plan
             fixed[FIXED_BY[option]] = getattr(group, option.partition(".")[2].replace("-", "_"))

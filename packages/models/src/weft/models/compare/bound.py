@@ -3,7 +3,7 @@
 `Structure` counts the roundings of a tensor's own computation: ops by modules, lengths of sums by parameters' shapes.
 
 Differences are relative 2-norms of whole tensors: |A - B| / |A|. The unit roundoff u of a dtype is half the distance of
-1 to the next number: 2^-24 in float32, 2^-9 in bfloat16.
+1 to the next number: 2^-24 in float32, 2^-8 in bfloat16.
 
 A module's results differ by
 
@@ -21,12 +21,12 @@ signs, gates and softmax have condition numbers of about 1 to 4, and the estimat
 a factor of 1.5; 8 leaves a margin. A bug smaller than a few roundings of a tensor is not seen; for such a bug, compare
 runs with the same bits.
 
-Two places are not continuous, and amplify without bound: a difference d becomes sqrt(d), since a share d of the
+Two places are not continuous, and amplify without bound: `allowed` becomes sqrt(allowed), since a share d of the
 elements is within d of a jump of the result, and each of these elements changes by the element's own size.
 - A router's choice of experts: a token whose two best experts are closer than d may take either expert.
-- The update of Adam and its kin: a gradient smaller than the difference changes sign, and so does the whole
-  update.
-  An update, the weight after minus the weight before, may differ by sqrt(4 * d) for a difference d of gradients.
+- The update by any optimizer, because Adam and its kin are like this: a gradient smaller than the difference changes
+  sign, and so does the whole update, the weight after minus the weight before. An update may differ by
+  sqrt(4 * allowed).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from .record_file import Header, Key
 
 AMPLIFICATION = 8.0
-UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def unit_of(*dtypes: str) -> float:
@@ -62,12 +62,10 @@ def allowed_difference(own: float, before: float, *, chooses: bool = False, is_u
         the parameter's gradients.
     chooses: whether the tensor's module sends tokens to experts. is_update: whether the tensor is a parameter's update.
     """
-    smooth = max(own, before)
+    smooth = AMPLIFICATION * max(own, before)
     if is_update:
-        smooth = max(smooth, math.sqrt(4 * smooth))
-    elif chooses:
-        smooth = max(smooth, math.sqrt(smooth))
-    return AMPLIFICATION * smooth
+        return max(smooth, math.sqrt(4 * smooth))
+    return max(smooth, math.sqrt(smooth)) if chooses else smooth
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,7 +292,7 @@ def _refuse_outside(exact: Mapping[str, int], model: nn.Module, args: object) ->
     if torch.is_grad_enabled() and exact_axes() is None:
         raise RuntimeError(
             f"the plan of this {type(model).__name__} has exact {in_words(exact)}, which this forward and its backward "
-            f"would not keep; train by forward_backward, or call the model under torch.no_grad()"
+            f"would not keep; train by forward_backward or inside exact_sums, or call the model under torch.no_grad()"
         )
 
 

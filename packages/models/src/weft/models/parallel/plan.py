@@ -86,10 +86,11 @@ class ParallelPlan:
     #: and split over "tp" by the style `ExpertParallel`.
     experts: ExpertPlan | None = None
     #: the sizes of a named mesh, as {"dp": 4, "tp": 2}. Numbers are added as on the named mesh. Losses, gradients and
-    #: weights then have equal bits on every mesh whose axes divide the named axes, under any pipeline, zero and
-    #: recompute. Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1. `sequence`
-    #: is set where "tp" is above 1. A mesh or option that would change the bits is refused, here or by `parallelize`.
-    #: None: numbers are added as the mesh of the run adds them.
+    #: weights then have equal bits on every mesh whose "dp" and "tp" divide the named sizes, with the named "cp", under
+    #: any pipeline and recompute, and with one microbatch under any zero. Sizes are powers of two; "dp", "cp" and "tp"
+    #: can be named, and an axis left out has size 1. `sequence` is set where "tp" is above 1. A mesh or option that
+    #: would change the bits is refused, here or by `parallelize`. None: numbers are added as the mesh of the run adds
+    #: them.
     exact: Mapping[str, int] | None = None
     #: the plans of models within the model, by module name; see `merge`
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)

@@ -59,8 +59,14 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
     """The mesh and the plan of a run as a search's candidate.
 
     config: of the run, with all plan options filled in. axes: the mesh's axes with their sizes.
-    Raises ValueError for a plan with --plan.split: a candidate's stages have equally many layers.
+    Raises ValueError for a plan with --plan.split, since a candidate's stages have equally many layers, and with
+    --plan.exact, which has no price.
     """
+    if config.plan.exact is not None:
+        raise ValueError(
+            f"--plan.exact {config.plan.exact}: a prediction on a chip knows no sums in the order of a named mesh; "
+            f"leave out --plan.exact, or --chip"
+        )
     if config.plan.split not in (None, "layers"):
         raise ValueError(
             f"--plan.split {config.plan.split!r}: a prediction on a chip knows stages of equally many layers alone; "
