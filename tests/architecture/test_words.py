@@ -44,6 +44,7 @@ def package_of(path: Path) -> str:
     return path.relative_to(ROOT / "packages").parts[0]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("package", PACKAGES)
 def test_there_are_no_riddles(package: str) -> None:
     found = {str(path.relative_to(ROOT)): riddles_of(path) for path in sources(package)}

@@ -145,8 +145,8 @@ def _parts_of(held: HeldParts | None, local: Tensor | None) -> Mapping[FoldIndex
     """The part of a local tensor for each index. None for an operand left out."""
     if held is None or local is None:
         return None
-    kept = vars(local).get(_PARTS)  # if the local tensor is an earlier op's output
-    distinct = kept[2] if kept is not None and kept[0] is held and kept[1] == local._version else held.cut(local)
+    parts = vars(local).get(_PARTS)  # if the local tensor is an earlier op's output
+    distinct = parts[2] if parts is not None and parts[0] is held and parts[1] == local._version else held.cut(local)
     return {index: distinct[first] for index, first in held.first.items()}
 
 
