@@ -49,8 +49,10 @@ class Workload:
         if not self._plan:
             self._plan.append(own_plan(self.model) if self.plan is None else self.plan)
         plan = candidate.parallel_plan(self._plan[0])
+        if plan.experts is None or plan.experts.tokens is not None:
+            return plan
         mixture = next((each for each in self.model.modules() if isinstance(each, MixtureOfExperts)), None)
-        if plan.experts is None or plan.experts.tokens is not None or mixture is None:
+        if mixture is None:
             return plan
         rows = rows or self.rows // candidate.microbatches
         mesh = ProcessMesh.grid(**candidate.axes)
