@@ -128,7 +128,7 @@ for arguments in (
 def test_bad_input_takes_two_fifths_of_the_import_of_torch_at_most(untrained: Path) -> None:
     """In processor time, from Python's start; the run's text is the standard library.
 
-    The shortest of up to three runs counts: other programs share the caches.
+    torch is imported beside each run, because other programs share the caches; one of up to five such pairs counts.
     """
 
     def seconds(command: Sequence[str], status: int) -> float:
@@ -137,9 +137,11 @@ def test_bad_input_takes_two_fifths_of_the_import_of_torch_at_most(untrained: Pa
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    most = 0.4 * seconds((sys.executable, "-c", "import torch"), 0)
+    def share(arguments: Sequence[str]) -> float:
+        return seconds((*WEFT, *arguments), 2) / seconds((sys.executable, "-c", "import torch"), 0)
+
     for arguments in (("train", "--output", "/proc/x"), ("generate", "run", "--prompt", "x")):
-        assert any(seconds((*WEFT, *arguments), 2) < most for _ in range(3)), arguments
+        assert any(share(arguments) < 0.4 for _ in range(5)), arguments
 
 
 @pytest.mark.exhaustive

@@ -1,9 +1,7 @@
 """Pictures of layouts, which show each rank's part."""
 
 import io
-import itertools
 import re
-import time
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from rich.console import Console
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh
 from weft.mesh.picture import coloured, draw
 
+from tests.support.limits import python_ratio
 from tests.support.shards import every_layout, split
 
 GRID = ProcessMesh.grid(dp=2, tp=2)
@@ -188,11 +187,7 @@ def test_a_mesh_of_131072_ranks_is_drawn_at_once(text):
     layout = Layout(ProcessMesh.grid(**HUGE), text)
     layout.local_slices((4096, 4096), 0)  # the mesh's own index of its ranks is made once
 
-    times = [time.process_time()]
-    for _ in range(5):
-        draw(layout, (4096, 4096))
-        times.append(time.process_time())
-    assert min(end - start for start, end in itertools.pairwise(times)) < 0.05
+    assert python_ratio(lambda: draw(layout, (4096, 4096))) < 100
 
 
 @pytest.mark.parametrize("shape", [None, (4096, 4096)], ids=str)

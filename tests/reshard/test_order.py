@@ -10,7 +10,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
 from weft.reshard.moving.order_check import announce
 
-from tests.support.limits import PATIENCE
+from tests.support.limits import PATIENCE, python_ratio
 from tests.support.pool import RanksFailed
 
 FOUR = ProcessMesh.grid(tp=4)
@@ -152,13 +152,7 @@ def test_meshes_that_differ(pool):
 
 
 def test_without_the_check_nothing_is_said():
-    """In 10 us: the shortest of many short times, in which no other program has had the core."""
-    taken = []
-    for _ in range(1000):
-        start = time.perf_counter()
-        announce("A", EVERY)
-        taken.append(time.perf_counter() - start)
-    assert min(taken) < 1e-5
+    assert python_ratio(lambda: announce("A", EVERY), rounds=100) < 0.01  # of a millisecond
 
 
 def reshards_that_differ():
