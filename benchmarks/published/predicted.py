@@ -71,7 +71,7 @@ def activations_gib(row: Row) -> float:
     if row.schedule:
         schedule = pipeline_of(row).make_schedule(row.axis("pp"), row.microbatches)
         in_flight = schedule.in_flight()[0] / len(schedule.stages[0])
-    return blocks * in_flight * (parts.saved_per_block + more) / GIB
+    return blocks * in_flight * (parts.saved.per_block + more) / GIB
 
 
 def memory_gib(row: Row) -> float:

@@ -42,8 +42,8 @@ def folders(table: str) -> dict[str, str]:
 
 
 def functions(text: str) -> list[tuple[str, str]]:
-    """(path, name) of each function written as `reshard/planning/plan.py: Plan.transpose`."""
-    return re.findall(rf"`((?:{'|'.join(PACKAGES)})/[\w/]+\.py): ([\w.]+)`", text)
+    """(path, name) of each function written as `reshard/planning/plan.py: Plan.transpose`, also over two lines."""
+    return re.findall(rf"`((?:{'|'.join(PACKAGES)})/[\w/]+\.py):\s+([\w.]+)`", text)
 
 
 def defined(source: str) -> set[str]:
@@ -63,7 +63,7 @@ def defined(source: str) -> set[str]:
 
 def paths(text: str) -> set[str]:
     """Files and folders in the text's code spans; `NAME` in a path stands for the reader's own."""
-    found = re.findall(rf"`((?:{ROOTS})/[\w./]*)(?:: [\w.]+)?`", text)
+    found = re.findall(rf"`((?:{ROOTS})/[\w./]*)(?::\s+[\w.]+)?`", text)
     return {path for path in found if "NAME" not in path}
 
 
@@ -227,6 +227,17 @@ QUESTIONS = [
     ("peak plan fullest rank", "models/predict/plan_memory.py"),
     ("lora patterns layers", "models/parallel/lora_targets.py"),
     ("optimizer made", "models/train/optimizer.py"),
+    ("gradients share bucket", "reshard/training/buckets.py"),
+    ("fixed binary tree", "reshard/moving/tree.py"),
+    ("RowTile warps program", "kernels/launching/launched.py"),
+    ("stop document ids", "kernels/attention/ranges.py"),
+    ("experts cheaper sizes", "models/parallel/experts/transport.py"),
+    ("decides rounding", "models/compare/judge.py"),
+    ("misspelled option", "models/cli/arguments.py"),
+    ("names tensors Llama", "models/checkpoint/rotary.py"),
+    ("sent next stage", "models/parallel/pipeline/messages.py"),
+    ("ranks' calls do not fit", "models/predict/matching.py"),
+    ("seconds_of attention", "models/predict/price.py"),
 ]
 
 
@@ -252,9 +263,9 @@ def test_wrong_rows_are_caught() -> None:
 
 
 def test_functions_paths_and_anchors_are_found() -> None:
-    text = "## A b: `c`!\n`mesh/layout.py: Layout.spec`, `tests/mesh/`, `docs/NAME.md`, `mesh/x.py`"
-    assert functions(text) == [("mesh/layout.py", "Layout.spec")]
-    assert paths(text) == {"mesh/layout.py", "tests/mesh/", "mesh/x.py"}
+    text = "## A b: `c`!\n`mesh/layout.py: Layout.spec`, `tests/mesh/`, `docs/NAME.md`, `mesh/x.py`, `mesh/y.py:\n  z`"
+    assert functions(text) == [("mesh/layout.py", "Layout.spec"), ("mesh/y.py", "z")]
+    assert paths(text) == {"mesh/layout.py", "tests/mesh/", "mesh/x.py", "mesh/y.py"}
     assert anchors(text) == {"a-b-c"}
     source = "A = 1\nb: int = 2\ndef c(): d = 3\nclass E:\n    f: int\n    def g(self): ...\n"
     assert defined(source) == {"A", "b", "c", "E", "E.f", "E.g"}

@@ -103,9 +103,9 @@ def test_ep_adds_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_experts_is_divided_by_ep() -> None:
-    need = MemoryNeed(parameters=100, processes=1, parts=1, across=4, zero=0, states=2, compares=False)
+    need = MemoryNeed(parameters=100, processes=1, parts=1, holders=4, zero=0, states=2, compares=False)
     of_experts = MemoryNeed(
-        parameters=100, processes=1, parts=1, across=4, zero=0, states=2, compares=False, experts=80, expert_parts=4
+        parameters=100, processes=1, parts=1, holders=4, zero=0, states=2, compares=False, experts=80, expert_parts=4
     )
     assert (need.nbytes, of_experts.nbytes) == (4 * 100 * 4, 4 * (20 + 80 // 4) * 4)
 

@@ -94,7 +94,7 @@ def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
     *_, last = certificate_lines(certificate, plans)
     assert last == (
         "not proved: the time was over with 3 plans left, of which none takes less than 1.5 s; the best may be 25.0% "
-        "faster than plan 1"
+        "faster than plan 1; --within inf ends with a proof"
     )
 
 

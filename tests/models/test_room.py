@@ -95,7 +95,7 @@ def test_the_state_of_each_optimizer_is_known(name: str, beta1: float) -> None:
 
 
 def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
-    alone = MemoryNeed(parameters=100, processes=1, parts=8, across=1, zero=0, states=2, compares=False)
+    alone = MemoryNeed(parameters=100, processes=1, parts=8, holders=1, zero=0, states=2, compares=False)
     assert alone.nbytes == 16 * 100 / 8
     assert replace(alone, compares=True).nbytes == 4 * 100 / 8 + 4 * 100
     assert replace(alone, parts=1, compares=True).nbytes == 16 * 100, "which is less than an update needs"
@@ -163,6 +163,7 @@ def test_near_the_limit_is_a_line(
         return
     lines = check_room(run, gpus=gpus)
     assert [line.partition(":")[0] for line in lines] == (["memory may not suffice"] if said else [])
+    assert all(line.endswith(", and a GPU has 0.0 GiB" if gpus else ", and 0.0 GiB are free") for line in lines)
 
 
 def test_a_machine_that_does_not_say_its_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def test_the_memory_of_a_machine(files: dict[str, str], found: tuple[int, int] |
 
 def test_the_memory_of_this_machine() -> None:
     memory = cpu_memory()
-    assert memory is not None and 0 < memory.available <= memory.total
+    assert memory is not None and 0 < memory.usable <= memory.total
 
 
 @pytest.mark.gpu

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.models.predict.bounds import DataWork, layers_of_stages, pipeline_floor
+from weft.models.predict.bounds import WITHOUT_DATA, Seconds, StageWork, layers_of_stages, pipeline_floor
 from weft.models.predict.plans import Candidate
 from weft.models.schedules.pipeline_plan import make_schedule
 from weft.models.schedules.schedule import NAMES, Action, ScheduleName, simulate
@@ -67,7 +69,7 @@ def test_layers_are_cut_as_a_pipeline_cuts_them(layers: int, stages: int, expect
     assert layers_of_stages(layers, stages) == expected
 
 
-WORK = DataWork(gathers=1.0, in_backward=0.5, gradients=0.0, update=0.25, busy=0.0, at_last=0.0)
+WORK = replace(WITHOUT_DATA, gathers=1.0, in_backward=0.5, update=0.25)
 
 
 def test_a_stage_sums_the_gradients_of_its_blocks_in_every_backward_pass() -> None:
@@ -76,3 +78,17 @@ def test_a_stage_sums_the_gradients_of_its_blocks_in_every_backward_pass() -> No
     hidden, exposed = (WORK.with_passes(candidate, 6, passes) for passes in (50.0, 5.0))
     assert hidden == 50.0 + of_blocks + 0.25 / 4
     assert exposed == 8 * 2 * 0.5 + of_blocks + 0.25 / 4  # of the rank with two blocks
+
+
+def test_collectives_that_outlast_the_work_of_a_pass_make_the_pass_longer() -> None:
+    """Of 4 blocks whose backward takes 1 s each: on a rank with all blocks, and in stages of two."""
+    block = Seconds(forward=0.5, backward=1.0)
+    sums = tuple(Seconds(forward=0.5 * number, backward=1.0 * number) for number in (0, 1, 2, 3, 4, 4))
+    work = StageWork(first=sums, later=sums)
+    slow = replace(WITHOUT_DATA, in_backward=3.0, under_way=2.0, of_forward=2.5, of_backward=7.0)
+    alone = Candidate(dp=2, zero=3, microbatches=3)
+    assert work.seconds(alone) == 3 * 4 * (block.forward + block.backward)
+    assert work.seconds(alone, data=slow) == 3 * (2.5 + 7.0)
+    staged = Candidate(pp=2, dp=2, zero=2, schedule="1f1b", microbatches=4)
+    passes = [2 * block.forward, max(2 * block.backward, 2 * 3.0 - 2.0)]
+    assert work.seconds(staged, data=slow) == 4 * sum(passes) + sum(passes)  # and the way in and back

@@ -147,12 +147,12 @@ def test_a_way_of_tokens_named_by_the_run_is_priced() -> None:
     "plan", [{"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 4, "over_tp": True}, {"dp": 2, "tp": 2, "ep": 2}], ids=str
 )
 def test_a_trace_of_experts_over_ranks_is_derived_from_two_with_fewer_rows(plan: dict[str, Any]) -> None:
-    workload = replace(prices_of_experts().workload, _traces={})
+    workload = prices_of_experts().workload
     stages = StageTraces(workload=workload, num_experts=8)
     candidate = Candidate(**plan, pp=2, schedule="1f1b", microbatches=2)
     rows = 32 * candidate.dp
     derived = stages.trace(candidate, rows)
-    assert len(workload._traces) == 2 and workload.run_for(candidate, rows) not in workload._traces
+    assert len(stages._ran) == 2 and workload.run_for(candidate, rows) not in stages._ran
     run = workload.trace(candidate, rows)
     chip = load_chip("h100")
     found, expected = (

@@ -80,7 +80,7 @@ def prices_of(
     check = partial(check_stages, num_blocks=config.num_layers)
     candidates = tuple(list_every_plan(space, check).accepted)
     memory = PlanMemory(
-        workload=workload, parameters=parameters_of(workload), least_tp=least_tp(each.tp for each in candidates)
+        workload=workload, parameters=parameters_of(workload), run_tps=least_tp(each.tp for each in candidates)
     )
     tp, cp = (least_two(getattr(each, axis) for each in candidates) for axis in ("tp", "cp"))
     prices = PlanPrices(
@@ -177,14 +177,14 @@ def test_a_bound_by_slow_links_is_a_good_part_of_the_price_and_not_above(
 def test_a_trace_of_data_ranks_serves_each_context_and_number_of_microbatches(zero: Literal[2, 3]) -> None:
     prices, _ = prices_of(NARROW, 8, 16, 64, True)
     candidate = Candidate(dp=2, cp=2, tp=2, context="ulysses", zero=zero, microbatches=2)
-    trace = prices._trace(candidate, 2)
+    trace = prices.stages.fused(candidate, 2)
 
     def seconds(start: Start) -> float:
         return prices._transfer(start) if {"dp", "cp"} & {*start.axes} else 0.0
 
     assert trace is not None
-    of_candidate = data_work_of(trace, lambda compute: floor_seconds(compute, H100), seconds)
-    found = prices._data_floors(candidate)
+    of_candidate = data_work_of(trace, lambda compute: floor_seconds(compute, H100), seconds, gathers_always=zero == 3)
+    found = prices.data.work(candidate)
     assert found is not None
     assert asdict(found) == pytest.approx(asdict(of_candidate), rel=1e-12)
     assert found.busy > found.at_last > 0

@@ -91,9 +91,11 @@ def test_no_process_is_left() -> None:
     assert {*multiprocessing.active_children()} == others
 
 
+# A shell's background jobs, and all programs begun by such a job, ignore Ctrl-C until they ask for the signal.
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from weft.models.predict.forks import Forks
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def wait():
     print(os.getpid(), flush=True)
     time.sleep(600)

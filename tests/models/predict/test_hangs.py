@@ -17,7 +17,7 @@ from weft.models.families import make_model
 from weft.models.predict.hang_report import Hang
 from weft.models.predict.hangs import NoHang, check_hangs, find_hang
 from weft.models.predict.matching import Issued, Program
-from weft.models.predict.rank_kinds import check_plan
+from weft.models.predict.rank_kinds import _divide, check_plan
 from weft.models.schedules.schedule import NAMES, Action, Schedule
 from weft.models.step.record import RecordedStep, StepShape, run_on_shapes
 
@@ -217,6 +217,20 @@ PLANS: list[tuple[str, Sizes, dict[str, Any]]] = [
     ("qwen2", (2, 2, 1, 1), {"zero": 3, "pipeline": pipeline("1f1b")}),
     ("qwen3", (2, 1, 1, 2), {"zero": 0, "sequence": True, "pipeline": pipeline("zero_bubble")}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("before", "position", "after"),
+    [
+        pytest.param([0, 0, 0, 0], 2, [0, 0, 2, 2], id="neighbours"),
+        pytest.param([0, 1, 0, 1, 0], 1, [0, 1, 2, 1, 2], id="a-further-kind-at-the-position"),
+        pytest.param([0, 1, 0, 1, 0], 3, [0, 1, 0, 1, 4], id="a-further-kind-between"),
+    ],
+)
+def test_a_divided_kind_joins_no_further_kind(before: list[int], position: int, after: list[int]) -> None:
+    kind_at = {"dp": [0, 0], "tp": before}
+    _divide(kind_at, "tp", 0, position)
+    assert kind_at == {"dp": [0, 0], "tp": after}
 
 
 @pytest.mark.few(1)

@@ -133,31 +133,55 @@ def test_a_candidate_whose_price_shows_that_it_cannot_run_is_refused_and_not_pri
 
 
 def test_nothing_is_thrown_away_silently_when_the_time_is_over() -> None:
+    """The two candidates with the least bounds are still priced, and all further ones are left."""
     ticks = iter(range(1000))
-    candidates = [Point(n, 1.0 + n, (0.5 + n, 0.0)) for n in range(10)]
+    candidates = [Point(n, 1.0 + n, (0.5 + n / 10, 0.0)) for n in range(10)]
     outcome = search(
         candidates, bounds_of(eager=2), lambda p: (p.seconds, None), keep=2, within=1.5, clock=lambda: next(ticks)
     )
     certificate = outcome.certificate
-    assert [found.candidate.number for found in outcome.found] == [0]
+    assert [found.candidate.number for found in outcome.found] == [0, 1]
     assert not certificate.is_complete
-    assert certificate.left == 9 and certificate.priced == 1
-    assert certificate.least_left == 1.5
-    # candidate 1 may take 1.5 s, which is no less than the best
-    assert certificate.gap(outcome.found[0].seconds) == 0
-    assert certificate.gap(2.0) == pytest.approx(0.25)
+    assert certificate.left == 7 and certificate.priced == 3
+    assert certificate.least_left == 0.8
+    assert certificate.gap(outcome.found[0].seconds) == pytest.approx(0.2)
+    assert certificate.gap(0.75) == 0  # a candidate left takes no less
     assert certificate.enumerated == 10
 
 
+def test_without_time_the_candidates_with_the_most_bounds_known_are_priced() -> None:
+    """The first candidate has both bounds when the time is over, the second has the first bound, the third none."""
+    ticks = iter([0, 1, 2, 3, 99, *[99] * 9])
+    candidates = [Point(0, 9.0, (1.0, 3.0)), Point(1, 2.0, (2.0, 2.0)), Point(2, 4.0, (2.5, 4.0))]
+    outcome = search(
+        candidates, bounds_of(eager=1), lambda p: (p.seconds, None), keep=1, within=50, clock=lambda: next(ticks)
+    )
+    assert [found.candidate.number for found in outcome.found] == [1]
+    assert outcome.certificate.left + sum(outcome.certificate.cut.values()) == 2
+
+
+def test_without_time_a_candidate_that_fits_is_searched_further() -> None:
+    ticks = iter([0, *[99] * 20])
+    candidates = [Point(n, 1.0 + n, (0.5 + n / 10, 0.0)) for n in range(10)]
+    outcome = search(
+        *(candidates, bounds_of(eager=2), lambda p: (p.seconds, None)),
+        fits=lambda p: p.number > 4, keep=2, within=10, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert [found.candidate.number for found in outcome.found] == [5]
+    assert (outcome.certificate.priced, outcome.certificate.too_large) == (6, 5)
+    assert outcome.certificate.left == 4
+
+
 def test_candidates_cut_before_the_time_is_over_are_not_left_over() -> None:
-    ticks = iter([0, 1, 2, 99, 99])
-    bounds = [0.5, 0.6, 0.7, 5.0, 6.0]
+    ticks = iter([0, 1, 2, *[99] * 9])
+    bounds = [0.5, 0.6, 0.7, 0.8, 0.9, 5.0, 6.0]
     candidates = [Point(n, 1.0 + n, (bound, 0.0)) for n, bound in enumerate(bounds)]
     outcome = search(
         candidates, bounds_of(eager=2), lambda p: (p.seconds, None), keep=2, within=10, clock=lambda: next(ticks)
     )
-    # two results, at 1 and 2 s: of the rest only candidate 2 may be faster
-    assert (outcome.certificate.left, outcome.certificate.least_left) == (1, 0.7)
+    # Two results, at 1 and 2 s: of the candidates without a price, only candidate 4 may be faster.
+    assert [found.candidate.number for found in outcome.found] == [0, 1]
+    assert (outcome.certificate.left, outcome.certificate.least_left) == (1, 0.9)
     assert outcome.certificate.cut == {"first": 2}
 
 

@@ -78,7 +78,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Los
         kernel.statistics[(N,)](
             x, target.reshape(N).contiguous(), _float32(part), _weight_sum(part, shard), out, rivals,
             V, T, *x.stride(),
-            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
+            shard.start, shard.vocab_size, options.ignore_index, options.logit_scale, options.softcap,
             SUM=shard.options.label_smoothing > 0, RAGGED=_is_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return _join(out, rivals)
@@ -113,7 +113,7 @@ def losses(
         kernel.losses[(-(-N // ROWS),)](
             _without_rivals(statistics, shard), target.reshape(N).contiguous(),
             _float32(weight), _weight_sum(weight, shard), loss, lse,
-            N, R, shard.size, options.ignore_index, _or_none(options.label_smoothing), _or_none(options.z_loss),
+            N, R, shard.vocab_size, options.ignore_index, _or_none(options.label_smoothing), _or_none(options.z_loss),
             BLOCK_N=ROWS, num_warps=1,
         )  # fmt: skip
     return loss, lse
@@ -143,7 +143,7 @@ def gradient(
             x, target.reshape(N).contiguous(), _float32(_part(weight, shard, V)), _float32(weight),
             _weight_sum(weight, shard), statistics, grad, grad_lse, _float32(upstream.denominator), out,
             V, T, *x.stride(), stride_gn, stride_ln, V, len(statistics), statistics.stride(0),
-            shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
+            shard.start, shard.vocab_size, options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
             RAGGED=_is_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip

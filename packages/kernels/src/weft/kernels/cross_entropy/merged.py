@@ -22,7 +22,7 @@ class LossShard:
     """A shard's place in the vocabulary, and the options of the loss."""
 
     start: int  # id of the shard's first class
-    size: int  # of the whole vocabulary
+    vocab_size: int
     options: Options
     none_ignored: bool = False  # whether the host knows that every target is a class and not ignore_index; from `check`
 
@@ -74,18 +74,18 @@ def merge(statistics: Tensor) -> MergedStatistics:
     """
     if statistics.shape[0] == 1:
         lse_hi, lse_lo, target_logit, *_ = statistics[0].double().unbind(-1)  # [N] each
-        base = replace_infinite(torch.maximum(lse_hi, target_logit))
+        base = replace_minus_infinity(torch.maximum(lse_hi, target_logit))
         non_target_lse = (lse_hi - base).add_(lse_lo)
     else:
         lse_hi, lse_lo, target_logits, *_ = statistics.double().unbind(-1)  # [shards, N] each
         target_logit = target_logits.sum(0)
-        base = replace_infinite(torch.maximum(lse_hi.amax(0), target_logit))
+        base = replace_minus_infinity(torch.maximum(lse_hi.amax(0), target_logit))
         non_target_lse = ((lse_hi - base) + lse_lo).logsumexp(0)
-    target_logit = target_logit - base  # NaN for an infinite logit
+    target_logit = target_logit - base  # NaN for a target logit of +inf
     return MergedStatistics(base, torch.logaddexp(non_target_lse, target_logit), non_target_lse - target_logit)
 
 
-def replace_infinite(largest: Tensor) -> Tensor:
+def replace_minus_infinity(largest: Tensor) -> Tensor:
     """Replace -inf by 0 in `largest`, the number subtracted before exp, because -inf - -inf is NaN."""
     return largest.masked_fill(largest == -torch.inf, 0)
 
@@ -95,8 +95,8 @@ def losses(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss and the logsumexp of each row, both 0 for ignored rows, in the target's shape.
 
-    statistics: [shards, N, 3 to 6] of all shards. weight: of the classes, [size]; None: 1 each. merged: the result of
-    `merge`, if known.
+    statistics: [shards, N, 3 to 6] of all shards. weight: of all classes of the vocabulary; None: 1 each. merged: the
+    result of `merge`, if known.
     The logsumexp is None unless options.gives_lse.
     """
     options = shard.options
@@ -106,11 +106,11 @@ def losses(
     if weight is not None:
         loss = loss * weigh_targets(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
     if shard.options.label_smoothing:
-        weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
+        weight_sum = shard.vocab_size if weight is None else weight.to(loss.dtype).sum()
         # In float64: a constant added to all logits makes weight_sum * base and logit_sum large, and leaves their
         # difference unchanged.
         logit_sum = statistics[..., 3:5].double().sum((0, 2))
-        uniform = (weight_sum * base - logit_sum) / shard.size + (weight_sum / shard.size) * log_sum
+        uniform = (weight_sum * base - logit_sum) / shard.vocab_size + (weight_sum / shard.vocab_size) * log_sum
         # uniform: the loss for a uniform target
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform
     if options.z_loss:
@@ -122,8 +122,8 @@ def losses(
     def as_target(each: Tensor) -> Tensor:
         """`each` in the target's shape, 0 for ignored tokens.
 
-        Always makes a new tensor: of a function with several outputs, autograd forbids the user to change an output in
-        place that is a view.
+        Always makes a new tensor: autograd forbids the user to change a view in place, if the view is an output of a
+        function with several outputs.
         """
         each = each.view(target.shape).to(statistics.dtype, copy=ignored is None)
         return each if ignored is None else each.masked_fill(ignored, 0)
@@ -148,7 +148,7 @@ def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dty
 class RowFactors:
     """The scalars of each row's gradient. Made by `gradient_factors`.
 
-    [N] in float64; softmax_scale and smoothing are [1] if equal for all rows.
+    [N] in float64; softmax_scale and smoothing may be [1], for a value equal in all rows.
     A class's gradient is softmax_scale * softmax - smoothing * weight; the target's is target_grad.
     """
 
@@ -168,7 +168,7 @@ def gradient_factors(
     ignored = None if shard.none_ignored else classes == options.ignore_index
 
     def zero_if_ignored(each: Tensor) -> Tensor:
-        """`each`, 0 for ignored rows, where it may be NaN."""
+        """`each` with 0 in ignored rows, whose values may be NaN."""
         return each if ignored is None else each.masked_fill(ignored, 0)
 
     if upstream.loss is None:
@@ -183,8 +183,8 @@ def gradient_factors(
     lse_scale = smoothing = None  # lse_scale: the gradient of the logsumexp, by z_loss, smoothing and the lse output
     target_grad = None
     if shard.options.label_smoothing:
-        smoothing = grad * (options.label_smoothing / shard.size)
-        lse_scale = smoothing * (shard.size if weight is None else weight.to(grad.dtype).sum())
+        smoothing = grad * (options.label_smoothing / shard.vocab_size)
+        lse_scale = smoothing * (shard.vocab_size if weight is None else weight.to(grad.dtype).sum())
         target_grad = (
             -smoothing
             if weight is None
@@ -220,9 +220,9 @@ def find_rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find_correct(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """1 for each token whose logits' torch.argmax is the target, else 0, also for ignored tokens. Shaped as `target`.
+    """1 for each token whose logits' torch.argmax is the target; 0 for all further tokens, and for ignored tokens.
 
-    Of equal logits the first counts.
+    Returns the shape of `target`. Of equal logits the first counts.
 
     statistics: [shards, N, columns] of all shards; the last column is the rival of `find_rival`.
     """

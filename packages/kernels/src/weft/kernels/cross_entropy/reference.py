@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ..dispatch.backend import can_read, is_shape_alone
 from . import guess
-from .merged import LossShard, MergedStatistics, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
+from .merged import (
+    LossShard,
+    MergedStatistics,
+    Upstream,
+    find_rival,
+    gradient_factors,
+    losses,
+    merge,
+    replace_minus_infinity,
+)
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
@@ -78,7 +87,7 @@ def _exponentials(
     """The exponentials of logits x [n, V], computed in the memory of `workspace` [n, V]."""
     V, narrow = x.shape[-1], _narrow(x.dtype)
     local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
-    is_here = None if shard.size == V else (local >= 0) & (local < V)
+    is_here = None if shard.vocab_size == V else (local >= 0) & (local < V)
     index = local if shard.none_ignored and is_here is None else local.clamp(0, V - 1)
     z = _scale_and_cap(workspace.copy_(x), shard)
     logit = z.gather(1, index)
@@ -100,7 +109,7 @@ def _exponentials(
         low, high = SUMS[x.dtype]
         z = _scale_and_cap(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
-        total = z.sub_(replace_infinite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
+        total = z.sub_(replace_minus_infinity(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
         log_total = total.log()
         lse_hi = (base + log_total).to(narrow)
         lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0).to(narrow)
@@ -135,7 +144,7 @@ def _neutralize_ignored(statistics: Tensor, classes: Tensor, shard: LossShard) -
     if shard.none_ignored:
         return statistics
     ignore_index = shard.options.ignore_index
-    wrong = (classes < 0) | (classes >= shard.size)  # includes ignored rows, replaced below
+    wrong = (classes < 0) | (classes >= shard.vocab_size)  # includes ignored rows, replaced below
     statistics[:, 1].masked_fill_(wrong, torch.nan)
     return torch.where((classes == ignore_index).unsqueeze(1), _neutral_statistics(statistics, shard), statistics)
 

@@ -39,8 +39,9 @@ def forward(
     rows: int | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The output of `plain_forward`, with the dtype and the leading dims of x. first, rows: as for `sharded.experts`.
+    """The output, as of `plain_forward`, with the dtype and the leading dims of x; and the tensors saved for backward.
 
+    On a GPU, a token's choices are added in the order of the choices. first, rows: as for `sharded.experts`.
     keep: whether to save tensors for backward: x, weights, the sorted order, gate, up, down and both pre-activations.
     """
     source, _, offsets = sort_rows(experts, len(gate), first)
@@ -59,7 +60,7 @@ def inference(*tensors: Tensor, **options: Any) -> Tensor:
 def backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int = 0, rows: int | None = None
 ) -> Tensors:
-    """The gradients of `plain_backward`; None for the chosen experts."""
+    """The gradients of `plain_backward`; None for the chosen experts, and where `needed` is false."""
     x, weights, source, offsets, gate, up, down, z_gate, z_up = saved
     assert x is not None and weights is not None and gate is not None, "forward saves all operands"
     of_operands = (x, None, weights, gate, up, down)
@@ -106,8 +107,9 @@ def _backward(grad: Tensor, *operands: Any) -> None:
 
 
 def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
-    """The number of sorted rows to allocate: the experts' rows if the host can read the offsets, else `rows`, else all.
+    """The number of sorted rows to allocate: the experts' rows, if the host can read the offsets.
 
+    Otherwise `rows`, but no more than all choices; all choices where `rows` is None.
     Raises ValueError if the host reads more than `rows`.
     """
     most = len(source) if rows is None else min(rows, len(source))
@@ -121,7 +123,7 @@ def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
 def check(
     x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, first: int, rows: int | None
 ) -> None:
-    """Raises ValueError for mismatched arguments of `experts`."""
+    """Raises ValueError for shapes, dtypes, `first` or `rows` that `experts` does not take."""
     given = x, experts, weights, gate, up, down
     x_shape, experts_shape, weights_shape, gate_shape, up_shape, down_shape = (tuple(each.shape) for each in given)
     if (
@@ -195,10 +197,10 @@ def plain_forward(
     ends: list[int] = offsets.tolist()
     check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
-    sums, is_sum = _sums_for(out)
+    sums, is_out = _sums_for(out)
     # is_narrow: whether to multiply the gated activations by the weight, not the outputs: fewer numbers if I < H. In a
     # dtype of two bytes the outputs are always multiplied, in float32, to round once less.
-    is_narrow = is_sum and inner < x.shape[1]
+    is_narrow = is_out and inner < x.shape[1]
     blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, outputs = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
@@ -216,9 +218,9 @@ def plain_forward(
             h.mul_(w)
         y = torch.mm(h, to_output, out=outputs[:count])
         if not is_narrow:
-            y = y.mul_(w) if is_sum else y.to(sums.dtype) * w
+            y = y.mul_(w) if is_out else y.to(sums.dtype) * w
         sums.index_add_(0, tokens, y)
-    if not is_sum:
+    if not is_out:
         out.copy_(sums)
 
 
@@ -250,7 +252,7 @@ def plain_backward(
     _zero_gradients_of_empty(ends, dgate, dup, ddown)
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
-    sums, is_sum = (None, True) if dx is None else _sums_for(dx)
+    sums, is_out = (None, True) if dx is None else _sums_for(dx)
     # is_narrow: whether to multiply the gated activations by the weight, not the upstream gradient: fewer numbers
     # if I < H
     is_narrow = inner < x.shape[1]
@@ -279,8 +281,8 @@ def plain_backward(
                     _add_product(dz.mT, rows, total, is_first)
         if sums is not None:
             y = torch.mm(da, of_gate, out=dy).addmm_(db, of_up)
-            sums.index_add_(0, tokens, y if is_sum else y.to(sums.dtype))
-    if dx is not None and sums is not None and not is_sum:
+            sums.index_add_(0, tokens, y if is_out else y.to(sums.dtype))
+    if dx is not None and sums is not None and not is_out:
         dx.copy_(sums)
     if dweights is not None and row_dweights is not None:
         chosen = source[: len(row_dweights)].long()

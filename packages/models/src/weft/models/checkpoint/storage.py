@@ -210,6 +210,7 @@ class FolderReader(StorageReader):
     def read_into(self, name: str, whole: Tensor) -> None:
         """Read a whole tensor into `whole`, part by part, and verify the checksums. whole: of the stored shape.
 
+        Empties `sums_of_pieces`: the checksums of earlier calls of `read` are verified too, and forgotten.
         Raises DamagedCheckpoint where the tensor was changed after the save.
         """
         stored = self.manifest.tensors[name]

@@ -16,6 +16,7 @@ from ..train.config import MeshConfig, PlanConfig, TrainConfig
 from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .settings import base_configuration, origin_of, read_configuration
 
+WITHIN = 90  # seconds; pricing the last plans takes up to half a minute more on two cores
 ABOUT = f"""\
   Finds the fastest plan of a run on any number of processes, as predicted from shapes for a chip that need not be \
 here: over the mesh (pp, dp, cp, tp, ep), zero, sequence, context, schedule, microbatches and recompute. Takes the \
@@ -38,7 +39,8 @@ Options of plan alone
   --chip NAME: a known chip, as h100, or a file written by `{PROGRAM} measure`.
   --batch ROWS,TOKENS: sequences in a step and tokens in each, as 1024,8192. (default: the recipe's)
   --memory SIZE: memory that a process may use, as 72GiB. (default: the chip's)
-  --within SECONDS: price plans for so long at most, and say what is left. (default: until the best are proved)
+  --within SECONDS: end the search then, and print by how much a plan left may be faster; inf: search until the best \
+plans are proved. (default: {WITHIN})
   --output FILE: write the best plan as a file for `{PROGRAM} train --config`.
   --json: print all results as JSON.
   --config FILE: options from a TOML file, except those of the mesh and the plan.
@@ -110,11 +112,13 @@ def _read_processes(text: str | None) -> int:
 
 def _read_seconds(text: str | None) -> float:
     try:
-        seconds = math.inf if text is None else float(text)
+        seconds = WITHIN if text is None else float(text)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"--within {text!r:.20} is no number of seconds above 0; write it like --within 60")
+        raise ValueError(
+            f"--within {text!r:.20} is no number of seconds above 0; write it like --within 60, or --within inf"
+        )
     return seconds
 
 

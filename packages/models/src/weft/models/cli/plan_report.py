@@ -125,7 +125,8 @@ def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> I
         best = plans[0].seconds if plans else math.inf
         yield (
             f"not proved: the time was over with {certificate.left:,} plans left, of which none takes less than "
-            f"{certificate.least_left:.4g} s; the best may be {certificate.gap(best):.1%} faster than plan 1"
+            f"{certificate.least_left:.4g} s; the best may be {certificate.gap(best):.1%} faster than plan 1; "
+            f"--within inf ends with a proof"
         )
 
 

@@ -7,7 +7,7 @@ a step is conserved: at best, the ranks divide the work evenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from operator import add, sub
 from typing import NamedTuple
@@ -68,8 +68,10 @@ class Parameters:
 
     total: int
     in_blocks: tuple[int, ...]  # for each block
+    experts_in_blocks: tuple[int, ...] = ()  # for each block of a mixture: of `in_blocks`, those of experts
     trained: int  # parameters with gradients
     experts: int = 0  # parameters of experts, which an axis "ep" divides
+    itemsize: int = 4  # of a number
     states: float = 2.0  # bytes of optimizer state for each byte of a trained parameter
 
 
@@ -125,6 +127,54 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataWork:
+    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `data_work_of`."""
+
+    # Of the block with the least seconds:
+    gathers: float  # to gather the parameters, in the forward pass of the first microbatch
+    in_backward: float  # of all collectives in a backward pass
+    gradients: float  # to sum the gradients, after all microbatches
+    # Of all blocks:
+    update: float  # of the optimizer
+    busy: float  # of all collectives of parameters and gradients in a step, in turn
+    at_last: float  # of the collectives that start after the last backward pass has begun
+    # Of the collectives that a rank with all blocks starts in a pass, without those of two blocks: the rest is awaited.
+    of_forward: float
+    of_backward: float
+    under_way: float  # of two collectives, which a backward pass of a stage may leave unfinished
+
+    def with_passes(
+        self,
+        candidate: Candidate,
+        num_blocks: int,
+        passes: float,
+        last_backward: float | None = None,
+        *,
+        gathers_first: bool = True,
+    ) -> float:
+        """A lower bound of the candidate's seconds, given `passes`: seconds of all forward and backward passes.
+
+        last_backward: seconds of the work in the last backward pass on a rank with all blocks; None: of all passes.
+        gathers_first: False if `passes` has seconds of the host, which may issue ops while parameters are gathered.
+        A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
+        blocks gathers before the passes, too, except under zero=3, and may hide all other collectives in the passes.
+        """
+        gathers = self.gathers if gathers_first else 0.0
+        if candidate.pp > 1:
+            of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
+            # Of the rank with the most blocks, whose sums of all microbatches are in turn.
+            sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)
+            return max(passes, sums) + of_blocks + self.update / candidate.pp
+        before = 0.0 if candidate.zero == 3 else gathers * num_blocks
+        before += passes
+        last = passes if last_backward is None else max(last_backward, self.of_backward)
+        return max(self.busy, before, before - last + self.at_last) + self.update
+
+
+WITHOUT_DATA = DataWork(**dict.fromkeys((each.name for each in fields(DataWork)), 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
     """Seconds of a microbatch on a stage with all blocks, without collectives over the data axes. Made by `work_of`."""
 
@@ -132,18 +182,23 @@ class StageWork:
     first: tuple[Seconds, ...]  # of the first microbatch, whose gradients are new
     later: tuple[Seconds, ...]  # of a later microbatch, which adds to the gradients
 
-    def seconds(self, candidate: Candidate, share: float = 1.0, *, message: float = 0.0, sums: float = 0.0) -> float:
+    def seconds(
+        self, candidate: Candidate, share: float = 1.0, *, message: float = 0.0, data: DataWork = WITHOUT_DATA
+    ) -> float:
         """A lower bound of the candidate's step, if each microbatch has `share` of the device's work.
 
-        The host's work is not divided. message: seconds of a message between stages. sums: seconds of the sum of a
-        block's gradients, in each backward pass of a stage. The sums of the last two blocks may outlast the pass,
-        because at most two buckets are under way.
+        The host's work is not divided. message: seconds of a message between stages. data: of the data axes, whose
+        collectives under zero=2 and zero=3 make a pass longer.
         """
         if candidate.pp == 1:
             first, later, more = self.first[-1], self.later[-1], candidate.microbatches - 1
-            device = first.forward + first.backward + more * (later.forward + later.backward)
+            device = sum(
+                count * max(share * each.forward, data.of_forward)
+                + count * max(share * each.backward, data.of_backward)
+                for count, each in ((1, first), (more, later))
+            )
             host = first.host_forward + first.host_backward + more * (later.host_forward + later.host_backward)
-            return max(share * device, host)
+            return max(device, host)
         layers = layers_of_stages(len(self.later) - 2, candidate.pp * candidate.chunks)
 
         def of_stages(sums_of: Sequence[Seconds]) -> list[Seconds]:
@@ -152,7 +207,7 @@ class StageWork:
 
         def backward(sums_of: Sequence[Seconds]) -> list[float]:
             return [
-                max(share * each.backward, each.host_backward, sums * (blocks - 2))
+                max(share * each.backward, each.host_backward, data.in_backward * blocks - data.under_way)
                 for each, blocks in zip(of_stages(sums_of), layers, strict=True)
             ]
 
@@ -217,53 +272,17 @@ def _seconds_in_order(
     return now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataWork:
-    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `data_work_of`."""
-
-    # Of the block with the least seconds:
-    gathers: float  # to gather the parameters, in the forward pass of the first microbatch
-    in_backward: float  # to sum the gradients, in a backward pass of a stage
-    gradients: float  # to sum the gradients, after all microbatches
-    # Of all blocks:
-    update: float  # of the optimizer
-    busy: float  # of all collectives of parameters and gradients in a step, in turn
-    at_last: float  # of the collectives that start after the last backward pass has begun
-
-    def with_passes(
-        self,
-        candidate: Candidate,
-        num_blocks: int,
-        passes: float,
-        last_backward: float | None = None,
-        *,
-        gathers_first: bool = True,
-    ) -> float:
-        """A lower bound of the candidate's seconds, given `passes`: seconds of all forward and backward passes.
-
-        last_backward: seconds of the last microbatch's backward pass on a rank with all blocks; None: of all passes.
-        gathers_first: False if `passes` has seconds of the host, which may issue ops while parameters are gathered.
-        A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
-        blocks gathers before the passes, too, except under zero=3, and may hide all other collectives in the passes.
-        """
-        gathers = self.gathers if gathers_first else 0.0
-        if candidate.pp > 1:
-            of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
-            # Of the rank with the most blocks, whose sums of all microbatches are in turn.
-            sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)
-            return max(passes, sums) + of_blocks + self.update / candidate.pp
-        before = 0.0 if candidate.zero == 3 else gathers * num_blocks
-        before += passes
-        return max(self.busy, before, before - (last_backward or passes) + self.at_last) + self.update
-
-
-def data_work_of(trace: Trace, work: Callable[[Compute], float], transfer: Callable[[Start], float]) -> DataWork:
+def data_work_of(
+    trace: Trace, work: Callable[[Compute], float], transfer: Callable[[Start], float], *, gathers_always: bool
+) -> DataWork:
     """The seconds of a trace's collectives of parameters and gradients, and of the update.
 
-    work, transfer: seconds of an event: the price, or a lower bound of the price.
+    work, transfer: seconds of an event: the price, or a lower bound of the price. gathers_always: whether each pass
+    gathers the parameters, and not the step's first alone.
     Collectives of different groups may run side by side: the group with the most seconds counts.
     """
     sums: dict[tuple[str, ...], list[float]] = {}  # by axes of a group: busy, at last
+    longest = 0.0  # of a block's collectives in a backward pass
     of_blocks: dict[tuple[str, ...], dict[str, list[float]]] = {}
     update = 0.0
     for segment in trace.segments:
@@ -279,22 +298,31 @@ def data_work_of(trace: Trace, work: Callable[[Compute], float], transfer: Calla
             found[0] += copies * seconds
             if segment.phase == "gradients" or (segment.phase == "backward" and is_last):
                 found[1] += copies * seconds
+            if segment.phase == "backward" and segment.blocks:
+                longest = max(longest, seconds)
             if segment.phase == "gradients" or (segment.phase in PHASES and is_first):
                 blocks = of_blocks.setdefault(start.axes, {})
                 totals = blocks.setdefault(segment.phase, [0.0] * trace.num_blocks)
                 for block in segment.blocks:
                     totals[block] += seconds
 
-    def most(phase: Phase) -> float:
+    def least(phase: Phase) -> float:
         return max((min(each[phase], default=0.0) for each in of_blocks.values() if phase in each), default=0.0)
 
+    def awaited(phase: Phase) -> float:
+        totals = (each[phase] for each in of_blocks.values() if phase in each)
+        return max((sum(each) - 2 * max(each, default=0.0) for each in totals), default=0.0)
+
     return DataWork(
-        gathers=most("forward"),
-        in_backward=most("backward"),
-        gradients=most("gradients"),
+        gathers=least("forward"),
+        in_backward=least("backward"),
+        gradients=least("gradients"),
         update=update,
         busy=max((busy for busy, _ in sums.values()), default=0.0),
         at_last=max((at_last for _, at_last in sums.values()), default=0.0),
+        of_forward=max(0.0, awaited("forward")) if gathers_always else 0.0,
+        of_backward=max(0.0, awaited("backward")),
+        under_way=2 * longest,
     )
 
 

@@ -138,9 +138,9 @@ def search_plans(
             f"{math.ceil(states / limit):,} processes or more"
         )
     tp, cp = accepted_sizes(space, check)
-    plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(tp))
+    plan_memory = PlanMemory(workload=workload, parameters=parameters, run_tps=least_tp(tp))
     stages = StageTraces(workload=workload, tp=least_two(tp), cp=least_two(cp), num_experts=space.num_experts)
-    with Forks(workload.run, plan_memory.run, count=workers) as forks:
+    with Forks(workload.run, stages.run, plan_memory.run, plan_memory.saved.run, count=workers) as forks:
         runs = PlanRuns(forks)
         if flops is None:
             runs.prepare(unmade([(workload, *workload.run_for(Candidate()))]))
@@ -203,12 +203,18 @@ def parameters_of(workload: Workload) -> Parameters:
         (states if isinstance(states, int) else states[name]) * nbytes for name, nbytes in trained.items()
     )
     blocks = block_names(model, workload.plan_of(Candidate()))
-    in_blocks = (sum(nbytes for name, nbytes in sizes.items() if name.startswith(f"{block}.")) for block in blocks)
+
+    def in_blocks(chosen: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sum(nbytes for name, nbytes in chosen.items() if name.startswith(f"{block}.")) for block in blocks)
+
+    of_experts = {name: sizes[name] for name, each in model.named_parameters() if each in experts}
     return Parameters(
         total=sum(sizes.values()),
-        in_blocks=tuple(in_blocks),
+        in_blocks=in_blocks(sizes),
+        experts_in_blocks=in_blocks(of_experts),
         trained=sum(trained.values()),
-        experts=sum(each.numel() * each.element_size() for each in experts),
+        experts=sum(of_experts.values()),
+        itemsize=max(each.element_size() for each in model.parameters()),
         states=state_bytes / max(1, sum(trained.values())),
     )
 

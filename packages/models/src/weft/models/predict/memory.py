@@ -56,17 +56,23 @@ class _Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedParts:
+    """The bytes that a microbatch saves for backward, in a model of any depth. Made by `saved_parts`."""
+
+    fixed: float  # n blocks save `fixed + n * per_block`
+    per_block: float
+    shared_per_block: float  # bytes that a block keeps for all microbatches of a stage: casts of parameters
+    before: float  # before the first block
+    after: float  # after the last block
+    message: float  # bytes of the tensor [B, T, H] between blocks on this rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
     """A rank's memory in a step of a model of any depth. Made by `memory_parts`, read by `compose`."""
 
     moments: tuple[_Moment, ...]
-    # Bytes saved for backward by a microbatch: n blocks save `saved + n * saved_per_block`.
-    saved: float
-    saved_per_block: float
-    shared_per_block: float  # bytes that a block keeps for all microbatches of a stage: casts of parameters
-    saved_before: float  # before the first block
-    saved_after: float  # after the last block
-    message: float  # bytes of the tensor [B, T, H] between blocks on this rank
+    saved: SavedParts
 
 
 def memory_parts(
@@ -87,6 +93,37 @@ def memory_parts(
     Cost: two steps on shapes for each of two models with few blocks. Communication: none.
     Raises ValueError for a model with too few alike blocks, and as `record`.
     """
+    steps, period = _follow_short_models(
+        *(model, mesh, plan, shape),
+        states=states, clip_norm=clip_norm, device=device, make_optimizer=make_optimizer,
+    )  # fmt: skip
+    blocks = steps[0].num_blocks
+    first, second = (_peaks_by_class(each) for each in steps)
+    moments = []
+    for key, (peak, before, after) in first.items():
+        values, longer = _kinds_of(peak), _kinds_of(second[key][0])
+        per_block = {kind: (longer[kind] - values[kind]) / period for kind in KINDS}
+        fixed = {kind: values[kind] - blocks * per_block[kind] for kind in KINDS}
+        held = _Growth(fixed, per_block)
+        moments.append(_Moment(phase=key[0], place=key[1], op=peak.op, held=held, before=before, after=after))
+    return MemoryParts(moments=tuple(moments), saved=_saved_parts(steps, period))
+
+
+def saved_parts(
+    model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, shape: StepShape, *, device: Device = "cuda"
+) -> SavedParts:
+    """`MemoryParts.saved` alone, from the forwards of a step: a third of the time. Arguments: as for `memory_parts`."""
+    steps, period = _follow_short_models(model, mesh, plan, shape, device=device, only_forward=True)
+    return _saved_parts(steps, period)
+
+
+def _follow_short_models(
+    model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, shape: StepShape, **options: Any
+) -> tuple[list[FollowedStep], int]:
+    """Follow a step of two short models, the second with a repetition of blocks more; and the blocks of a repetition.
+
+    On a mesh with "pp", the step is a stage's. options: of `follow_model`.
+    """
     count = max(1, shape.microbatches)
     has_stages = PIPELINE_AXIS in mesh.axis_names
     if has_stages:
@@ -100,33 +137,20 @@ def memory_parts(
     assert not isinstance(rows, Tensor), "tensors are not divided into microbatches"
     shape = replace(shape, batch=(rows // count * ran, *sizes), microbatches=ran)
     models, period = _short_models(model, plan)
-    steps = [
-        follow_model(
-            *(each, mesh, plan, shape),
-            states=states, clip_norm=clip_norm, device=device, make_optimizer=make_optimizer,
-            has_shared_casts=has_stages and shares_casts(plan),
-        )
-        for each in models
-    ]  # fmt: skip
-    blocks = steps[0].num_blocks
-    first, second = (_peaks_by_class(each) for each in steps)
-    moments = []
-    for key, (peak, before, after) in first.items():
-        values, longer = _kinds_of(peak), _kinds_of(second[key][0])
-        per_block = {kind: (longer[kind] - values[kind]) / period for kind in KINDS}
-        fixed = {kind: values[kind] - blocks * per_block[kind] for kind in KINDS}
-        held = _Growth(fixed, per_block)
-        moments.append(_Moment(phase=key[0], place=key[1], op=peak.op, held=held, before=before, after=after))
-    saved = [each.saved_of_microbatch() for each in steps]
-    saved_per_block = (saved[1].inside - saved[0].inside) / period
-    return MemoryParts(
-        moments=tuple(moments),
-        saved=saved[0].inside - blocks * saved_per_block,
-        saved_per_block=saved_per_block,
-        shared_per_block=(saved[1].shared - saved[0].shared) / period,
-        saved_before=saved[0].before,
-        saved_after=saved[0].after,
-        message=saved[0].message,
+    shares = has_stages and shares_casts(plan)
+    return [follow_model(each, mesh, plan, shape, has_shared_casts=shares, **options) for each in models], period
+
+
+def _saved_parts(steps: Sequence[FollowedStep], period: int) -> SavedParts:
+    shorter, longer = (each.saved_of_microbatch() for each in steps)
+    per_block = (longer.inside - shorter.inside) / period
+    return SavedParts(
+        fixed=shorter.inside - steps[0].num_blocks * per_block,
+        per_block=per_block,
+        shared_per_block=(longer.shared - shorter.shared) / period,
+        before=shorter.before,
+        after=shorter.after,
+        message=shorter.message,
     )
 
 
@@ -155,9 +179,10 @@ def compose(
     is_first, is_last: whether the rank has the model's part before the first block (embedding), after the last (head).
     """
     found: list[tuple[float, _Moment, dict[str, float]]] = []
-    saved = parts.saved + blocks * parts.saved_per_block
-    saved += parts.saved_before if is_first else parts.message
-    saved += parts.saved_after if is_last else 0
+    of_microbatch = parts.saved
+    saved = of_microbatch.fixed + blocks * of_microbatch.per_block
+    saved += of_microbatch.before if is_first else of_microbatch.message
+    saved += of_microbatch.after if is_last else 0
     for each in parts.moments:
         if (each.place == "before" and not is_first) or (each.place == "after" and not is_last):
             continue
@@ -167,7 +192,8 @@ def compose(
                 held = {kind: held[kind] - bytes_of.get(kind, 0) for kind in KINDS}
         if each.phase in ("forward", "backward"):
             held["activations"] += (in_flight - 1) * saved
-            held["messages"] += 0 if is_first else 2 * parts.message  # received, and on its way for the next microbatch
+            # A message received, and a message on its way for the next microbatch.
+            held["messages"] += 0 if is_first else 2 * of_microbatch.message
         found.append((sum(held.values()), each, held))
     _, moment, held = max(found, key=lambda entry: entry[0])
     place = {"before": BEFORE, "first": 0, "middle": MIDDLE, "last": blocks - 1}.get(moment.place, blocks)

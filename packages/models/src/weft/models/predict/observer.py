@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,7 +289,7 @@ def _purpose() -> Purpose:
     """What the present collective is for, by the innermost file of `_PURPOSES` on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = Path(frame.f_code.co_filename).name
+        name = frame.f_code.co_filename.rpartition("/")[2]
         if name in _PURPOSES:
             return _PURPOSES[name]
         if name in ("reshard.py", "transport.py", "find_gradients.py"):

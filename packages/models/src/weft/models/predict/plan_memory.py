@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from weft.mesh import ProcessMesh
 
+from ..parallel.plan import ParallelPlan
 from ..step.alike import block_names, choose_representatives, copy_blocks, signature
 from ..step.memory import predict_memory
 from ..step.record import StepShape
 from .bounds import Parameters, layers_of_stages, weights_floor
-from .memory import MemoryParts, compose, memory_parts, stage_peaks, undivided_bytes
+from .memory import MemoryParts, SavedParts, compose, memory_parts, saved_parts, stage_peaks, undivided_bytes
 from .pipeline_time import even_stages
 from .plans import Candidate
 from .trace import GATHERED_AHEAD
@@ -22,21 +23,81 @@ from .workload import Workload
 
 LARGEST = 2**30  # no tp is larger
 SHORT = 8  # blocks enough to compose the memory of a model of alike blocks
-RUN_MICROBATCHES = 2  # the second adds to the gradients of the first
+MEMORY_MICROBATCHES = 2  # the second adds to the gradients of the first
 # The bytes that a block saves for backward depend on these options of a candidate, and on the rows.
 _SAVED_BY = attrgetter("cp", "tp", "ep", "context", "sequence", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedRuns:
+    """Finds the bytes that microbatches save for backward, from the forwards of short models on shapes."""
+
+    workload: Workload
+    _models: list[nn.Module | None] = field(default_factory=list)  # of `short_model`, once known
+    _found: dict[tuple[Candidate, int], SavedParts | None] = field(default_factory=dict)  # by candidate and rows
+
+    def known(self) -> Iterable[tuple[Candidate, int, SavedParts]]:
+        """The results until now: the candidate, the rows of a microbatch, and the bytes."""
+        return ((*key, found) for key, found in self._found.items() if found is not None)
+
+    def knows(self, candidate: Candidate, rows: int) -> bool:
+        """Whether the run with these arguments was made."""
+        return (candidate, rows) in self._found
+
+    def learn(self, candidate: Candidate, rows: int, found: SavedParts | None) -> None:
+        """Take over the result of the run with these arguments."""
+        self._found[candidate, rows] = found
+
+    def of(self, candidate: Candidate, rows: int) -> SavedParts | None:
+        """`run`, made once."""
+        if not self.knows(candidate, rows):
+            self.learn(candidate, rows, self.run(candidate, rows))
+        return self._found[candidate, rows]
+
+    def run(self, candidate: Candidate, rows: int) -> SavedParts | None:
+        """`saved_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.
+
+        Raises ValueError for a candidate refused by the model.
+        """
+        step = self.step(candidate, rows)
+        if step is None:
+            return None
+        with self.workload.autocast():
+            return saved_parts(*step)
+
+    def step(self, candidate: Candidate, rows: int) -> tuple[nn.Module, ProcessMesh, ParallelPlan, StepShape] | None:
+        """The short model, mesh, plan and shape of a run; None for a model without alike blocks."""
+        model = self.short_model()
+        if model is None:
+            return None
+        plan = self.workload.plan_of(candidate, rows)
+        shape = self.workload.shape(rows * candidate.microbatches, candidate.microbatches)
+        return model, ProcessMesh.grid(**candidate.axes), plan, shape
+
+    def short_model(self) -> nn.Module | None:
+        """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.
+
+        None for a model with too few alike blocks.
+        """
+        if not self._models:
+            self._models.append(_shorten(self.workload))
+        return self._models[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanMemory:
-    """Predicts the memory of a workload's plans. Made by `search_plans`."""
+    """Predicts the memory of a workload's plans. Made by `search_plans` and `Predictor`."""
 
     workload: Workload
     parameters: Parameters
-    least_tp: tuple[int, int] = (1, LARGEST)  # sizes of tp to run on shapes for `floor`; see the function `least_tp`
-    _models: list[nn.Module | None] = field(default_factory=list)  # of `_short_model`, once known
+    # From `least_tp`. For a tp above the second, `floor` follows from runs with these two; else from runs with the tp.
+    run_tps: tuple[int, int] = (1, LARGEST)
+    saved: SavedRuns = field(init=False)
     _parts: dict[tuple[Candidate, int], MemoryParts | None] = field(default_factory=dict)  # by candidate and rows
-    _exact: dict[tuple[Candidate, int], int] = field(default_factory=dict)  # peaks, by candidate and rows of a step
+    _peaks: dict[tuple[Candidate, int], int] = field(default_factory=dict)  # peaks, by candidate and rows of a step
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved", SavedRuns(workload=self.workload))  # the dataclass is frozen
 
     def weights_floor(self, candidate: Candidate, *, gradients: bool = True) -> float:
         """A lower bound of the fullest rank's bytes: weights, optimizer states and, if asked for, gradients."""
@@ -54,8 +115,8 @@ class PlanMemory:
     def floor(self, candidate: Candidate) -> float:
         """A lower bound of `peak`, with the activations of all microbatches in flight on rank 0.
 
-        Gradients are counted together with activations only where a backward pass comes before the last forward pass
-        that fills the pipeline: where a step has more microbatches than are in flight.
+        Gradients are counted together with activations only if a step has more microbatches than are in flight: a
+        forward pass then follows a backward pass. Never under zero_bubble. With "ep": `weights_floor`.
         """
         if candidate.ep > 1:
             return self.weights_floor(candidate)
@@ -64,16 +125,17 @@ class PlanMemory:
     def known_floor(self, candidate: Candidate) -> float:
         """A lower bound of `peak` like `floor`, from the runs on shapes made until now: without a further run.
 
-        The saved bytes are a + b * rows, with a and b by the options of `_SAVED_BY`: of a fraction of the rows, at
-        least that fraction.
+        The saved bytes are a + b * rows, where a and b follow from the options of `_SAVED_BY`. Half the rows therefore
+        save at least half the bytes.
         """
         rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
         saved = 0.0
         if candidate.ep == 1:
-            for (known, known_rows), parts in self._parts.items():
-                if parts is not None and _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
+            peaks = ((*key, parts.saved) for key, parts in self._parts.items() if parts is not None)
+            for known, known_rows, parts in (*self.saved.known(), *peaks):
+                if _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
                     share = min(1.0, rows / -(-known_rows // known.dp))
-                    saved = max(saved, share * self._saved_by(candidate, parts))
+                    saved = max(saved, share * self._saved_bytes(candidate, parts))
         return self._floor(candidate, saved)
 
     def _floor(self, candidate: Candidate, saved: float) -> float:
@@ -86,7 +148,7 @@ class PlanMemory:
         return max(self.weights_floor(candidate), with_saved)
 
     def _saved_floor(self, candidate: Candidate) -> float:
-        """A lower bound of the bytes that rank 0 saves for a microbatch, with a share of what microbatches share.
+        """A lower bound of the bytes that rank 0 saves for a microbatch, with a part of the bytes common to all.
 
         The bytes are a + b * tokens: copies of weights in another dtype do not depend on tokens. a and b follow from
         one row and from two. Tensors gathered over "cp" are left out.
@@ -98,38 +160,38 @@ class PlanMemory:
     def _saved_at(self, candidate: Candidate, rows: int) -> float:
         """A lower bound of the bytes that rank 0 saves for `rows` rows, by the candidate's options and tp.
 
-        The bytes are a + b / tp. For a larger tp than the two of `least_tp`, a and b follow from these two.
+        The bytes are a + b / tp. For a larger tp than the two of `run_tps`, a and b follow from these two.
         """
-        if candidate.tp <= self.least_tp[1]:
+        if candidate.tp <= self.run_tps[1]:
             return self._saved(candidate, candidate.tp, rows)
-        first, second = self.least_tp
+        first, second = self.run_tps
         at_first, at_second = (self._saved(candidate, tp, rows) for tp in (first, second))
         divided = (at_first - at_second) / (1 / first - 1 / second)
         return at_second - divided * (1 / second - 1 / candidate.tp)
 
     def _saved(self, candidate: Candidate, tp: int, rows: int) -> float:
-        parts = self._parts_of(_floor_run(candidate, tp), rows)
-        return 0.0 if parts is None else self._saved_by(candidate, parts)
+        parts = self.saved.of(_floor_run(candidate, tp), rows)
+        return 0.0 if parts is None else self._saved_bytes(candidate, parts)
 
-    def _saved_by(self, candidate: Candidate, parts: MemoryParts) -> float:
-        """The bytes that rank 0 saves for a microbatch, with a share of what microbatches share."""
+    def _saved_bytes(self, candidate: Candidate, parts: SavedParts) -> float:
+        """The bytes that rank 0 saves for a microbatch, with a part of the bytes common to all."""
         blocks = layers_of_stages(len(self.parameters.in_blocks), candidate.pp)[0]
-        per_block = parts.saved_per_block + parts.shared_per_block / in_flight(candidate)
-        return blocks * per_block + parts.saved_before + (parts.saved_after if candidate.pp == 1 else 0.0)
+        per_block = parts.per_block + parts.shared_per_block / in_flight(candidate)
+        return blocks * per_block + parts.before + (parts.after if candidate.pp == 1 else 0.0)
 
     def floor_runs(self, candidate: Candidate) -> list[tuple[Candidate, int]]:
-        """The arguments of the runs by `run` from which `floor` follows."""
+        """The arguments of the runs by `saved` from which `floor` follows."""
         if candidate.ep > 1:
             return []
-        tps = (candidate.tp,) if candidate.tp <= self.least_tp[1] else self.least_tp
+        tps = (candidate.tp,) if candidate.tp <= self.run_tps[1] else self.run_tps
         counts = (1,) if candidate.rows_on_rank(self.workload.rows) == candidate.cp else (1, 2)
         return [(_floor_run(candidate, tp), rows) for rows in counts for tp in tps]
 
     def gathered_floor(self, candidate: Candidate) -> float:
-        """A lower bound of `peak`, under zero=3 with the parameters gathered while activations are held.
+        """A lower bound of `peak`: under zero=3 with the parameters gathered while activations are held.
 
-        From a step of two ranks along "dp" with as many tokens on a rank, which serves all sizes of "dp" and "cp".
-        Tensors gathered over "cp" are left out.
+        From a step of two ranks along "dp", each with as many tokens as a rank of the candidate: the step serves all
+        sizes of "dp" and "cp". Tensors gathered over "cp" are left out. `weights_floor` where no run serves.
         """
         runs = self.gathered_runs(candidate)
         parts = self._parts_of(*runs[0]) if runs else None
@@ -143,19 +205,20 @@ class PlanMemory:
         rows, uneven = divmod(candidate.rows_on_rank(self.workload.rows), candidate.cp)
         if candidate.zero < 3 or candidate.pp > 1 or candidate.ep > 1 or uneven:
             return []
-        count = min(candidate.microbatches, RUN_MICROBATCHES)
+        count = min(candidate.microbatches, MEMORY_MICROBATCHES)
         run = replace(candidate, dp=2, cp=1, context=None, microbatches=count)
         return [(run, run.dp * rows)]
 
     def peak(self, candidate: Candidate) -> int:
         """An upper bound of the bytes of the candidate's fullest rank in a step.
 
-        Of each stage, the rank at rank 0's place is predicted: this rank has the largest parts.
+        Of each stage, or in `_whole` of the first and the last, the rank at rank 0's place is predicted: this rank has
+        the largest parts.
         """
         key = candidate, self.workload.rows
-        if key not in self._exact:
-            self._exact[key] = self._peak(candidate)
-        return self._exact[key]
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(candidate)
+        return self._peaks[key]
 
     def _peak(self, candidate: Candidate) -> int:
         parts = self._parts_of(*self.run_for(candidate))
@@ -169,8 +232,8 @@ class PlanMemory:
         return max(each.nbytes for each in stage_peaks(parts, schedule, ranges))
 
     def run_for(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """The arguments of `run` for `peak`: a candidate in place of the candidate, and the rows of a microbatch."""
-        run = replace(candidate, microbatches=min(candidate.microbatches, RUN_MICROBATCHES))
+        """The arguments of `run` for `peak`: a candidate of at most two stages, and the rows of a microbatch."""
+        run = replace(candidate, microbatches=min(candidate.microbatches, MEMORY_MICROBATCHES))
         if run.pp > 1:
             run = replace(run, pp=2, schedule="1f1b", chunks=1, zero=2 if run.zero == 3 else run.zero)
         return run, self.workload.rows // candidate.microbatches
@@ -190,21 +253,19 @@ class PlanMemory:
         return self._parts[candidate, rows]
 
     def run(self, candidate: Candidate, rows: int) -> MemoryParts | None:
-        """`memory_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.
+        """`memory_parts` of a step; None for a model without alike blocks.
 
-        Raises ValueError for a candidate refused by the model.
+        rows: of a microbatch, over all ranks. Raises ValueError for a candidate refused by the model.
         """
-        model = self._short_model()
-        if model is None:
+        step = self.saved.step(candidate, rows)
+        if step is None:
             return None
-        mesh, plan = ProcessMesh.grid(**candidate.axes), self.workload.plan_of(candidate, rows)
-        shape = self._shape(candidate.microbatches, rows)
         with self.workload.autocast():
-            return memory_parts(model, mesh, plan, shape, **self._options())
+            return memory_parts(*step, **self._options())
 
     def _whole(self, candidate: Candidate) -> int:
-        """The peak bytes by `predict_memory`: the larger of rank 0's, and of the last stage's first rank."""
-        mesh, shape = ProcessMesh.grid(**candidate.axes), self._shape(candidate.microbatches, 0)
+        """The peak bytes by `predict_memory`: the larger peak of rank 0 and of the last stage's first rank."""
+        mesh, shape = ProcessMesh.grid(**candidate.axes), self.workload.shape(0, candidate.microbatches)
         stride = candidate.processes // candidate.pp
         with self.workload.autocast():
             return max(
@@ -224,28 +285,19 @@ class PlanMemory:
     def _options(self) -> dict[str, Any]:
         return {"states": self.workload.states, "clip_norm": self.workload.clip_norm, "device": "cuda"}
 
-    def _shape(self, microbatches: int, rows: int) -> StepShape:
-        return self.workload.shape(rows * microbatches, microbatches)
-
-    def _short_model(self) -> nn.Module | None:
-        """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.
-
-        None for a model with too few alike blocks.
-        """
-        if not self._models:
-            self._models.append(_shorten(self.workload))
-        return self._models[0]
-
 
 def _floor_run(candidate: Candidate, tp: int) -> Candidate:
-    """The candidate to run for `PlanMemory.floor`, with the options on which a block's saved bytes depend."""
-    stage: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": RUN_MICROBATCHES}
+    """The candidate to run for `PlanMemory.floor`: with the candidate's recompute and sequence, without "dp" and "cp".
+
+    With stages if the candidate has stages.
+    """
+    stage: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": MEMORY_MICROBATCHES}
     options = stage if candidate.pp > 1 else {}
     return Candidate(**options, tp=tp, recompute=candidate.recompute, sequence=candidate.sequence and tp > 1)
 
 
 def least_tp(sizes_of_tp: Iterable[int]) -> tuple[int, int]:
-    """The two least sizes of tp above 1. With only two: (1, LARGEST), so each size is run."""
+    """The two least sizes of tp above 1. With two or fewer: (1, LARGEST), so each size is run."""
     sizes = sorted({*sizes_of_tp} - {1})
     return (sizes[0], sizes[1]) if len(sizes) > 2 else (1, LARGEST)
 

@@ -10,28 +10,26 @@ from typing import Any
 
 from ..plan_options import Recompute
 from .bounds import (
+    WITHOUT_DATA,
     DataWork,
     StageWork,
-    data_work_of,
     floor_seconds,
-    received_share,
     work_of,
 )
 from .chip import Chip
+from .data_floors import DataFloors
 from .estimate import Estimate, estimate
-from .events import Compute, Start, Trace
+from .events import Start
 from .plan_memory import PlanMemory
 from .plan_runs import PlanRun, unmade
 from .plans import Candidate, reason_of
-from .price import fuse, seconds_of, transfer
+from .price import collective_seconds, seconds_of
 from .search import Bound
-from .stage_traces import StageTraces
-from .trace import RUN_MICROBATCHES, times_of
+from .stage_traces import STAGE, StageTraces
+from .trace import RUN_MICROBATCHES
 from .workload import Workload
 
 ROUNDING = 1 - 1e-9  # on bounds: added up in a different order than prices, sums must not be above the price
-STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks
-WITHOUT_DATA = DataWork(gathers=0.0, in_backward=0.0, gradients=0.0, update=0.0, busy=0.0, at_last=0.0)
 WEIGHTS, ACTIVATIONS, TIME = "memory of weights and states", "memory with activations", "time"  # names of bounds
 
 
@@ -48,21 +46,28 @@ class PlanPrices:
     limit: int  # bytes that a rank may use
     flops: float  # of the model in a step, without recomputation
     memory: PlanMemory
-    stages: StageTraces  # traces of stages without data axes
+    stages: StageTraces
+    data: DataFloors = field(init=False)
     # Results found before, by the arguments:
     _least_works: dict[tuple[Candidate, int, int, float], StageWork | None] = field(default_factory=dict)
     _works: dict[tuple[Candidate, int], StageWork | None] = field(default_factory=dict)
-    _data: dict[tuple[Candidate, int, int, int], DataWork | None] = field(default_factory=dict)
     _seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        data = DataFloors(
+            stages=self.stages, parameters=self.memory.parameters, chip=self.chip, processes=self.processes
+        )
+        object.__setattr__(self, "data", data)  # the dataclass is frozen
 
     def bounds(self) -> list[Bound[Candidate]]:
         """The bounds for `search`, from cheap to costly."""
         return [
             Bound(WEIGHTS, self.weights_bound, is_eager=True),
-            Bound(TIME, self.even_bound, is_eager=True),
+            Bound(TIME, self.eager_bound, is_eager=True),
             Bound(TIME, self.experts_bound, runs=self.experts_runs),
             Bound(ACTIVATIONS, self.activations_bound, runs=self.floor_runs),
             Bound(TIME, self.data_bound, runs=self._data_runs),
+            Bound(TIME, self.shared_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(_shared(each))),
             Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
             Bound(ACTIVATIONS, self.gathered_bound, runs=self._gathered_runs),
         ]
@@ -93,14 +98,21 @@ class PlanPrices:
 
     # -- time
 
-    def even_bound(self, candidate: Candidate) -> float:
-        """Seconds if the ranks divided all work evenly and without communication, at the best rates."""
+    def even_bound(self, candidate: Candidate, data: DataWork = WITHOUT_DATA) -> float:
+        """Seconds if the ranks divided all work evenly, at the best rates, with the collectives of `data` alone."""
         key = _even_stage(candidate.recompute)
         share = candidate.rows_on_rank(self.workload.rows) / self.workload.rows
         work = self._floors(key, self.workload.rows)
-        return self._of_stages(work, (key,), candidate, share / candidate.tp / candidate.cp)
+        return self._of_stages(work, (key,), candidate, share / candidate.tp / candidate.cp, data=data)
 
-    def experts_bound(self, candidate: Candidate) -> float:
+    def eager_bound(self, candidate: Candidate) -> float:
+        """`even_bound`; with "ep", `data_bound` by `even_bound`, which needs no trace of its own."""
+        if candidate.ep == 1:
+            return self.even_bound(candidate)
+        data = self.data.of_experts(candidate)
+        return self._with_passes(data, candidate, self.even_bound(candidate, data))
+
+    def experts_bound(self, candidate: Candidate, data: DataWork = WITHOUT_DATA) -> float:
         """`even_bound` with the moves of tokens over "ep", and the work on received tokens; 0 without "ep".
 
         A trace with the candidate's "ep" serves all further sizes. Moves take as long as over the candidate's links,
@@ -113,7 +125,7 @@ class PlanPrices:
         share = candidate.least_rows(self.workload.rows) / (rows // key.dp)
         tokens_divided, stride = (candidate.tp, 1) if candidate.over_tp else (1, candidate.tp)
         work = self._floors(key, rows, stride, candidate.tp / tokens_divided)
-        return self._of_stages(work, (key, rows, stride), candidate, share / candidate.tp / candidate.cp)
+        return self._of_stages(work, (key, rows, stride), candidate, share / candidate.tp / candidate.cp, data=data)
 
     def _experts_stage(self, candidate: Candidate) -> tuple[Candidate, int] | None:
         """The candidate and the rows traced for `experts_bound`: the most whose tokens move as the candidate's do.
@@ -133,15 +145,20 @@ class PlanPrices:
         return (key, rows * key.dp) if rows * divided >= least else None  # of fewer, no share is a lower bound
 
     def data_bound(self, candidate: Candidate) -> float:
-        """Seconds of `even_bound`, of collectives over the data axes, and of the update."""
-        data = self._data_floors(candidate)
+        """Seconds of `even_bound` or `experts_bound`, of collectives over the data axes, and of the update."""
+        data = self.data.work(candidate)
         if data is None:
             return 0.0
-        return self._with_passes(data, candidate, self.even_bound(candidate))
+        passes = max(self.even_bound(candidate, data), self.experts_bound(candidate, data))
+        return self._with_passes(data, candidate, passes)
+
+    def shared_bound(self, candidate: Candidate) -> float:
+        """`stage_bound` without recomputation: candidates that compute activations again share a trace."""
+        return self.stage_bound(_shared(candidate))
 
     def stage_bound(self, candidate: Candidate) -> float:
         """Seconds of a stage's work at the prices, of collectives over the data axes, and of the update."""
-        data = self._data_floors(candidate)
+        data = self.data.work(candidate)
         if data is None:
             return 0.0
         own = self._own_stage(candidate)
@@ -152,7 +169,7 @@ class PlanPrices:
         if work is None:
             return 0.0
         nbytes = self.stages.trace(key, rows).message_bytes
-        seconds = self._of_stages(work, (key, rows), candidate, 1.0, nbytes=nbytes, sums=data.in_backward)
+        seconds = self._of_stages(work, (key, rows), candidate, 1.0, nbytes=nbytes, data=data)
         last = work.later if candidate.microbatches > 1 else work.first
         return self._with_passes(data, candidate, seconds, max(last[-1].backward, last[-1].host_backward))
 
@@ -201,20 +218,21 @@ class PlanPrices:
 
     def floor_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `activations_bound`."""
-        return unmade((self.memory, *each) for each in self.memory.floor_runs(candidate))
+        return unmade((self.memory.saved, *each) for each in self.memory.floor_runs(candidate))
 
     def _gathered_runs(self, candidate: Candidate) -> list[PlanRun]:
         return unmade((self.memory, *each) for each in self.memory.gathered_runs(candidate))
 
     def _data_runs(self, candidate: Candidate) -> list[PlanRun]:
-        return [] if candidate.ep > 1 else self._stage_traces(*self._with_data(candidate))
+        own = [run for each in self.data.traced(candidate) for run in self._stage_traces(*each)]
+        return own + self.experts_runs(candidate)
 
     def _stage_runs(self, candidate: Candidate) -> list[PlanRun]:
         own = self._own_stage(candidate)
         return [] if own is None else self._stage_traces(*own)
 
     def _stage_traces(self, candidate: Candidate, rows: int) -> list[PlanRun]:
-        return unmade((self.workload, *each) for each in self.stages.runs(candidate, rows))
+        return unmade((self.stages, *each) for each in self.stages.runs(candidate, rows))
 
     def price_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `price`."""
@@ -241,21 +259,6 @@ class PlanPrices:
             return None
         return key, rows * key.dp
 
-    def _with_data(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """The candidate and the rows traced for `data_bound`: two ranks along "dp" with a row each.
-
-        The way of attention over "cp" does not matter here, nor does the number of microbatches from two on: each
-        trace serves all.
-        """
-        stage = STAGE if candidate.pp > 1 else {}
-        count = 1 if stage or candidate.microbatches == 1 else RUN_MICROBATCHES
-        key = Candidate(**stage, tp=candidate.tp, zero=candidate.zero, microbatches=count)
-        if _follows_cp(candidate):
-            key = replace(key, dp=2, cp=candidate.cp, context="all_gather" if candidate.cp > 1 else None)
-        elif candidate.data_ranks > 1:
-            key = replace(key, dp=2)
-        return self.workload.traced(key), key.dp
-
     def _of_stages(
         self,
         work: StageWork | None,
@@ -264,21 +267,21 @@ class PlanPrices:
         share: float,
         *,
         nbytes: int = 0,
-        sums: float = 0.0,
+        data: DataWork = WITHOUT_DATA,
     ) -> float:
-        """`StageWork.seconds`, computed once for candidates with equal `key`, stages, share and sums; 0 without work.
+        """`StageWork.seconds`, computed once for candidates with equal `key`, stages, share and data; 0 without work.
 
         nbytes: of a message between stages.
         """
         if work is None:
             return 0.0
         splits = candidate.schedule == "zero_bubble"
-        known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share, sums)
+        known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share, data)
         if known not in self._seconds:
             stride = candidate.processes // candidate.pp
             sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=nbytes)
             message = self._transfer(sent) if nbytes else 0.0
-            self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, sums=sums)
+            self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, data=data)
         return self._seconds[known]
 
     def _floors(self, key: Candidate, rows: int, stride: int = 1, slower: float = 1.0) -> StageWork | None:
@@ -288,7 +291,7 @@ class PlanPrices:
         """
         known = key, rows, stride, slower
         if known not in self._least_works:
-            trace = self._trace(key, rows)
+            trace = self.stages.fused(key, rows)
 
             def moves(start: Start) -> float:
                 if start.axes != ("ep",):
@@ -306,7 +309,7 @@ class PlanPrices:
         rows: of a microbatch, over all ranks.
         """
         if (key, rows) not in self._works:
-            trace = self._trace(key, rows)
+            trace = self.stages.fused(key, rows)
             price = partial(seconds_of, chip=self.chip)
 
             def seconds(start: Start) -> float:
@@ -315,73 +318,23 @@ class PlanPrices:
             self._works[key, rows] = None if trace is None else work_of(trace, price, seconds, self._host)
         return self._works[key, rows]
 
-    def _data_floors(self, candidate: Candidate) -> DataWork | None:
-        """Lower bounds of the data axes' collectives and of the update; 0 with "ep", and None for a refused plan.
-
-        From the trace of two ranks along "dp" with a row each. With more ranks, a rank receives a larger share, in as
-        many collectives or more. Gradients of whole parameters that are summed over "cp" may take different routes than
-        in this trace: then the latency of ranks along "dp" alone counts.
-        """
-        ranks, tp = candidate.data_ranks, candidate.tp
-        if candidate.ep > 1:
-            return WITHOUT_DATA
-        (key, rows), follows_cp = self._with_data(candidate), _follows_cp(candidate)
-        known = key, candidate.dp, candidate.cp, candidate.microbatches
-        if known not in self._data:
-            trace = self._trace(key, rows)
-
-            def seconds(start: Start) -> float:
-                axes = [axis for axis in start.axes if axis in ("dp", "cp")]
-                if start.size <= 1 or not axes or (not follows_cp and axes != ["dp"]):
-                    return 0.0
-                least = math.prod(getattr(key, axis) for axis in axes)
-                size = math.prod(getattr(candidate, axis) for axis in axes) if follows_cp else ranks
-                nbytes = start.nbytes * received_share(start.kind, size) / received_share(start.kind, least)
-                stride = start.stride if follows_cp else tp  # "dp" is outermost: no distance depends on its size
-                sent = replace(start, size=size, stride=stride, nbytes=int(nbytes))
-                if follows_cp:
-                    return self._transfer(sent)
-                latency = self._transfer(replace(sent, size=candidate.dp, stride=candidate.cp * tp, nbytes=0))
-                return self._transfer(sent) - self._transfer(replace(sent, nbytes=0)) + latency
-
-            def update(compute: Compute) -> float:
-                return floor_seconds(compute, self.chip) * (key.data_ranks / ranks if candidate.zero else 1)
-
-            if trace is not None and candidate.pp == 1:
-                # Two microbatches are the first and the last of three.
-                trace = replace(
-                    trace, times=(1, 0, 1) if candidate.microbatches == 2 else times_of(candidate.microbatches)
-                )
-            self._data[known] = None if trace is None else data_work_of(trace, update, seconds)
-        return self._data[known]
-
     @property
     def _host(self) -> float:
         """Seconds of the host for an op; 0 for compiled blocks."""
         return 0.0 if self.workload.is_compiled else self.chip.host_seconds
 
     def _transfer(self, start: Start) -> float:
-        return transfer(replace(start, number=0, module=""), self.chip, world=self.processes).seconds
+        return collective_seconds(start, self.chip, world=self.processes)
 
-    def _trace(self, candidate: Candidate, rows: int) -> Trace | None:
-        """`StageTraces.trace` as its events run; None where the model refuses the candidate."""
-        try:
-            trace = self.stages.trace(candidate, rows)
-        except ValueError:
-            return None
-        if not self.workload.is_compiled:
-            return trace
-        return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
+
+def _shared(candidate: Candidate) -> Candidate:
+    """The candidate without recomputation, which computes no more."""
+    return replace(candidate, recompute="none")
 
 
 def _even_stage(recompute: Recompute, ep: int = 1) -> Candidate:
     """The candidate traced for `even_bound`, and with "ep" for `experts_bound`."""
     return Candidate(**STAGE, dp=ep, ep=ep, recompute=recompute)
-
-
-def _follows_cp(candidate: Candidate) -> bool:
-    """Whether the trace for `data_bound` has the candidate's axis "cp"."""
-    return candidate.zero > 1 and candidate.dp > 1
 
 
 def _stage_of(candidate: Candidate) -> Candidate:

@@ -10,7 +10,7 @@ from .plans import Candidate
 
 
 class RunSource(Protocol):
-    """What makes runs on shapes, and keeps the results: a `Workload` or a `PlanMemory`."""
+    """What makes runs on shapes, and keeps the results: a `Workload`, a `StageTraces` or a `PlanMemory`."""
 
     def run(self, candidate: Candidate, rows: int) -> Any:
         """Run a step of the candidate on shapes. rows: of a microbatch, over all ranks."""

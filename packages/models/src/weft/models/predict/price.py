@@ -133,7 +133,7 @@ def _attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> flo
 
 def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) -> float:
     """Seconds of a collective without further traffic on the links; 0 for a single rank. Arguments: see `transfer`."""
-    return transfer(start, chip, world=world).seconds
+    return transfer(replace(start, number=0, module=""), chip, world=world).seconds  # equal transfers are priced once
 
 
 @lru_cache(maxsize=65536)

@@ -2,12 +2,12 @@
 
 A kind is all ranks with the same position along "pp", and with positions of equal parts along each further axis. The
 ranks of a kind issue the same calls. Positions along an axis have equal parts if, at each position along the further
-axes, the ranks there hold the same shapes of every parameter and of the batch. Then the groups of two ranks of a kind
-have, place by place, members of the same kinds, and the ranks of a kind go through their calls in step: what is matched
-for a rank of each kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the
-last rank of each kind are recorded. Where their calls differ (not only parameters and batch are cut: a sum of 7 numbers
-over 64 ranks is cut unevenly, say), more ranks are recorded to find the position where the calls change, and the kind
-is divided there.
+axes, the ranks there hold the same shapes of every parameter and of the batch. Then, for two ranks of a kind, the
+groups of the first and the groups of the second have, place by place, members of the same kinds, and the ranks of a
+kind go through their calls in step: what is matched for a rank of each kind is matched for all ranks. Shapes alone are
+not trusted to decide the calls: the first and the last rank of each kind are recorded. Where their calls differ (not
+only parameters and batch are cut: a sum of 7 numbers over 64 ranks is cut unevenly, say), more ranks are recorded to
+find the position where the calls change, and the kind is divided there.
 
 Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and
 the second's calls are copied for the microbatches between (`RepeatedActions`). The matched programs have the calls of
@@ -85,7 +85,7 @@ def check_plan(
                 f"up to {most_ranks} ranks, where all ranks are recorded"
             )
         _divide(kind_at, *difference)
-        _refine_divided(kind_at, mesh, plan, tensors_of_stages)
+        _refine_parts(kind_at, mesh, plan, tensors_of_stages)
     programs = [kinds.relabel(recorded[rank]) for rank in kinds.ends]
     found = find_hang(programs, ranks=mesh.size, kinds=len(programs))
     return replace(found, recorded=len(recorded)) if isinstance(found, NoHang) else found
@@ -136,9 +136,13 @@ class _Comparison:
 
 
 def _divide(kind_at: dict[str, list[int]], axis: str, first: int, position: int) -> None:
-    """Split the positions along `axis` that are alike to `first`: from `position` on, a kind of their own."""
+    """From `position` on, the positions along `axis` alike to `first` become a kind of their own. Changes `kind_at`.
+
+    `position` itself may be of a further kind, whose name the new kind must not get.
+    """
     kind = kind_at[axis][first]
-    kind_at[axis] = [position if each == kind and i >= position else each for i, each in enumerate(kind_at[axis])]
+    new_kind = kind_at[axis].index(kind, position)
+    kind_at[axis] = [new_kind if each == kind and i >= position else each for i, each in enumerate(kind_at[axis])]
 
 
 def _record(
@@ -259,18 +263,18 @@ def _equal_positions(
             kind_at[axis] = [of_kind.setdefault(tuple(shapes_at[i]), i) for i in range(mesh.axis_size(axis))]
     for axis in _axes_of_uneven_tokens(mesh, plan, batch[1]):
         kind_at[axis] = list(range(mesh.axis_size(axis)))
-    _refine_divided(kind_at, mesh, plan, tensors_of_stages)
+    _refine_parts(kind_at, mesh, plan, tensors_of_stages)
     return kind_at
 
 
-def _refine_divided(
+def _refine_parts(
     kind_at: dict[str, list[int]],
     mesh: ProcessMesh,
     plan: ParallelPlan,
     tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]],
 ) -> None:
-    """Apply `_refine` to each of the `_divided_axes`. Changes `kind_at`."""
-    for folded, size in _divided_axes(mesh, plan, tensors_of_stages):
+    """Apply `_refine` to each of the `_axes_in_parts`. Changes `kind_at`."""
+    for folded, size in _axes_in_parts(mesh, plan, tensors_of_stages):
         _refine(kind_at, folded, size)
 
 
@@ -300,20 +304,20 @@ def _local_shape(shape: Sequence[int], layout: Layout, rank: int) -> Iterable[in
     return layout.local_shape(shape, rank) if rank in layout.mesh else (-1,) * len(shape)
 
 
-def _divided_axes(
+def _axes_in_parts(
     mesh: ProcessMesh, plan: ParallelPlan, tensors_of_stages: Mapping[int, Sequence[ShapeAndLayout]]
 ) -> list[tuple[tuple[str, ...], int]]:
     """Axes on which some groups span a part of the axis only: (the axes, consecutive ranks in a part).
 
-    "ep" divides the axes folded into it. Key heads fewer than the ranks along "tp" divide "tp".
+    "ep" cuts the axes folded into "ep" into parts. Key heads fewer than the ranks along "tp" cut "tp" into parts.
     """
-    divided = []
+    in_parts = []
     if plan.experts is not None:
         folded = tuple(axis for axis in folded_axes(mesh, plan.experts) if mesh.axis_size(axis) > 1)
-        divided.append((folded, plan.experts.size))
+        in_parts.append((folded, plan.experts.size))
     meshes = {layout.mesh for tensors in tensors_of_stages.values() for _, layout in tensors}
     copies = {each.axis_size(COPIES_AXIS) for each in meshes if COPIES_AXIS in each.axis_names}
-    return divided + [((TENSOR_AXIS,), size) for size in sorted(copies)]
+    return in_parts + [((TENSOR_AXIS,), size) for size in sorted(copies)]
 
 
 def _refine(kind_at: dict[str, list[int]], folded: Sequence[str], size: int) -> None:
@@ -321,7 +325,7 @@ def _refine(kind_at: dict[str, list[int]], folded: Sequence[str], size: int) -> 
 
     With several axes in `folded`, and more than one kind on any, each position of all these axes becomes a kind of its
     own.
-    kind_at: as for `Kinds.of`; changed. folded, size: an item of `_divided_axes`.
+    kind_at: as for `Kinds.of`; changed. folded, size: an item of `_axes_in_parts`.
     """
     if all(len(set(kind_at[axis])) == 1 for axis in folded):
         return

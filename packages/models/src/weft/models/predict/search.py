@@ -125,7 +125,8 @@ def search(
         and the reason for `Certificate.refused`.
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for candidates that are no slower
         than the last result, and after `within` for priced candidates. None: all candidates fit.
-    within: seconds after which no further candidate is priced. The certificate counts the candidates left.
+    within: seconds after which the search ends: of the candidates with the most bounds known, the `keep` with the least
+        bounds are still priced, and where none of these fits, the next. The certificate counts the candidates left.
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
@@ -192,11 +193,20 @@ def search(
     found: list[Found[C]] = []
     unpriced: list[_Entry] = []  # when the time is over
     num_priced, too_large, is_over = 0, 0, False
-    while queue and len(found) < keep:
+
+    def take_closest() -> list[_Entry]:
+        """Takes candidates out of `unpriced`: with the most bounds known, the `keep` with the least bounds."""
+        most_known = max((entry[2] for entry in unpriced), default=0)
+        closest = heapq.nsmallest(keep, (entry for entry in unpriced if entry[2] == most_known >= 0))
+        chosen = {entry[1] for entry in closest}  # no two entries have the same complexity
+        unpriced[:] = [entry for entry in unpriced if entry[1] not in chosen]
+        return closest
+
+    while (queue or (is_over and not found and (queue := take_closest()))) and len(found) < keep:
         if not is_over and clock() - begin > within:
             is_over = True
             unpriced = [entry for entry in queue if entry[2] <= len(bounds)]
-            queue = sorted(entry for entry in queue if entry[2] > len(bounds))
+            queue = sorted([*(entry for entry in queue if entry[2] > len(bounds)), *take_closest()])
             continue
         least, complexity, stage, name, candidate, value = heapq.heappop(queue)
         make_ready(stage, candidate)

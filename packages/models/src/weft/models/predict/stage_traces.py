@@ -16,13 +16,14 @@ from itertools import product
 from typing import Any
 
 from ..plan_options import TokenTransport
-from .bounds import PHASES
 from .events import Compute, Event, Segment, Start, Trace, Wait
 from .plans import Candidate
-from .price import product_bytes
-from .workload import Workload
+from .price import fuse, product_bytes
+from .trace import times_of
+from .workload import Workload, cached_trace
 
 Weights = tuple[tuple[int, Fraction], ...]  # traced sizes, each with the weight of the trace's numbers
+STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks
 ROWS = (2, 3)  # traced for all numbers of rows above 1; a single row differs, because some copies are views then
 
 
@@ -36,37 +37,60 @@ class StageTraces:
     cp: tuple[int, ...] = ()
     num_experts: int = 0  # of a mixture: tokens are divided evenly among them
     _traces: dict[tuple[Candidate, int], Trace] = field(default_factory=dict)
+    _ran: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)  # the results of `run`
     _ways: dict[tuple[int, ...], TokenTransport | None] = field(default_factory=dict)  # of `way`
     _sizes: set[int] = field(default_factory=set)  # of the axes of the model's matrices, once known
 
     def trace(self, candidate: Candidate, rows: int) -> Trace:
         """The trace of a candidate's step whose microbatches have `rows` rows over all ranks.
 
-        Apart from rounding, each number is at most the number in `Workload.trace`. With dp=1, the trace ends with the
-        backward passes, because later collectives depend on the data axes. Raises ValueError where the model refuses
-        the candidate.
+        Apart from rounding, each number is at most the number in `Workload.trace`. With dp=1 or "ep", the trace is of
+        the passes of the first two microbatches alone, because later collectives depend on the data axes. Raises
+        ValueError where the model refuses the candidate.
         """
         key = candidate, rows
         if key not in self._traces:
             self._traces[key] = self.workload.in_buckets(self._sums(candidate, rows))
         return self._traces[key]
 
+    def fused(self, candidate: Candidate, rows: int) -> Trace | None:
+        """`trace` as the events run, fused where blocks are compiled; None where the model refuses the candidate."""
+        try:
+            trace = self.trace(candidate, rows)
+        except ValueError:
+            return None
+        if not self.workload.is_compiled:
+            return trace
+        return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
+
     def _sums(self, candidate: Candidate, rows: int) -> Trace:
         """`trace` with a sum for each gradient: the number of buckets is not linear, the bytes of a sum are."""
         found = self._derived(candidate, rows)
         if found is None:
-            found = self.workload.sums(candidate, rows)
-            found = passes(found) if candidate.dp == 1 else found
+            found = cached_trace(self._ran, self.workload.run_for(candidate, rows), self.run)
+            found = replace(found, times=times_of(candidate.microbatches))
         return found
 
     def runs(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int]]:
-        """The arguments of the runs by `Workload.run` from which `trace` follows; [] for a trace made before."""
+        """The arguments of the calls of `run` from which `trace` follows; [] for a trace made before."""
         if (candidate, rows) in self._traces:
             return []
         parts = self._parts(candidate, rows)
         if not parts:
             return [self.workload.run_for(candidate, rows)]
         return [run for part, count, _ in parts for run in self.runs(part, count)]
+
+    def run(self, candidate: Candidate, rows: int) -> Trace:
+        """Run a step on shapes: the first two microbatches' passes alone, where `trace` has no more to tell."""
+        return self.workload.run(candidate, rows, only_passes=_has_only_passes(candidate))
+
+    def knows(self, candidate: Candidate, rows: int) -> bool:
+        """Whether the run with these arguments was made."""
+        return (candidate, rows) in self._ran
+
+    def learn(self, candidate: Candidate, rows: int, found: Trace) -> None:
+        """Take over the result of the run with these arguments."""
+        self._ran[candidate, rows] = found
 
     def _derived(self, candidate: Candidate, rows: int) -> Trace | None:
         """`_sums` computed from traces of the least sizes; None where the candidate has to be run."""
@@ -151,9 +175,8 @@ def line(points: Sequence[int | Fraction], at: int | Fraction) -> tuple[Fraction
     return 1 - weight, weight
 
 
-def passes(trace: Trace) -> Trace:
-    """The trace without the segments after backward, which depend on the data axes."""
-    return replace(trace, segments=tuple(each for each in trace.segments if each.phase in PHASES))
+def _has_only_passes(candidate: Candidate) -> bool:
+    return candidate.dp == 1 or candidate.ep > 1
 
 
 def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mapping[str, int]) -> Trace | None:

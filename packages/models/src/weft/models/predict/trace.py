@@ -21,7 +21,7 @@ from ..parallel.plan import without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..step.alike import Representative, block_names, copy_blocks, representatives_of
 from ..step.communication import Phase
-from ..step.record import StepShape, on_shapes
+from ..step.record import PreparedStep, StepShape, StopStep, on_shapes
 from .events import Place, Segment, Trace
 from .observer import Observer, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
@@ -41,12 +41,14 @@ def trace_step(
     states: Mapping[str, int] | int = 2,
     reduced: Reduced | None = None,
     by_gradient: bool = False,
+    only_passes: bool = False,
 ) -> Trace:
     """The trace of rank `shape.rank` in a step of `model` on `mesh` under `plan`.
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
     traces. by_gradient: a sum for each gradient, for `merge_sums`; False: in buckets of `shape.bucket_bytes`.
+    only_passes: trace the forward and backward passes of the first two microbatches alone, to save time.
     The step is the rank's second. The first, of one microbatch, makes tables, of rotary angles for instance, and finds
     the order of gathers and the layouts of summed gradients.
     On a mesh with "pp" the trace is of a single stage with all blocks, on the mesh without "pp"; `Segment.blocks` tells
@@ -67,7 +69,7 @@ def trace_step(
         rows, *sizes = shape.batch
         assert not isinstance(rows, Tensor), "tensors are not divided into microbatches"
         shape = replace(shape, batch=(rows // count * len(times), *sizes), microbatches=len(times))
-    model, names, representatives = reduce_model(model, plan) if reduced is None else reduced
+    model, names, representatives = reduce_model(model, plan, is_stage=is_stage) if reduced is None else reduced
     prefix = names[0].rpartition(".")[0] if names else ""
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)
     with on_shapes(model, mesh, plan, shape) as ready:
@@ -77,15 +79,20 @@ def trace_step(
         observer = Observer(ready.model, prefix, representatives, len(times))
         ready.recorded.listener = observer.on_call
         with observer, observer.modules_followed(), observing(observer.on_op):
-            ready.run(observer.after_phase, clip_norm=clip_norm)
-            if update is not None:
-                observer.phase, observer.microbatch = "optimizer", -1
-                update(ready.model)
+            if only_passes:
+                _run_passes(ready, observer)
+            else:
+                ready.run(observer.after_phase, clip_norm=clip_norm)
+                if update is not None:
+                    observer.phase, observer.microbatch = "optimizer", -1
+                    update(ready.model)
         ready.recorded.listener = None
-        held = observer.add_update(ready.model, states)
-        placed = of_whole_model(observer.placed, held, gathers_whole=plan.zero < 3, by_part=is_stage)
-        if is_stage and plan.zero < 2:  # with more, every backward sums its gradients
-            placed = sum_after_backward(placed)
+        placed = observer.placed
+        if not only_passes:
+            held = observer.add_update(ready.model, states)
+            placed = of_whole_model(placed, held, gathers_whole=plan.zero < 3, by_part=is_stage)
+            if is_stage and plan.zero < 2:  # with more, every backward sums its gradients
+                placed = sum_after_backward(placed)
         trace = Trace(
             segments=tuple(_segments(placed)),
             num_blocks=len(names),
@@ -93,6 +100,17 @@ def trace_step(
             message_bytes=observer.message_bytes,
         )
         return trace if by_gradient else merge_sums(trace, bucket_bytes)
+
+
+def _run_passes(ready: PreparedStep, observer: Observer) -> None:
+    """Run the passes of the first two microbatches."""
+
+    def after_phase(phase: Phase) -> None:
+        if phase == "backward" and observer.microbatch == min(1, len(ready.microbatches) - 1):
+            raise StopStep
+        observer.after_phase(phase)
+
+    ready.run(after_phase)
 
 
 def times_of(count: int) -> tuple[int, ...]:
@@ -113,10 +131,15 @@ class Reduced(NamedTuple):
     representatives: list[Representative]
 
 
-def reduce_model(model: nn.Module, plan: ParallelPlan) -> Reduced:
-    """Copy the model on the meta device, with few of the alike blocks."""
+def reduce_model(model: nn.Module, plan: ParallelPlan, *, is_stage: bool) -> Reduced:
+    """Copy the model on the meta device, with few of the alike blocks.
+
+    is_stage: whether for a mesh with "pp". Nothing is gathered in a stage's passes, and the last block works as all but
+    the first: the first block's backward gathers the gradient of the embedding's output.
+    """
     names = block_names(model, plan)
-    representatives = representatives_of(model, names, GATHERED_AHEAD if plan.zero == 3 else 1)
+    ahead = GATHERED_AHEAD if plan.zero == 3 and not is_stage else 1
+    representatives = representatives_of(model, names, ahead, 0 if is_stage else ahead)
     return Reduced(copy_blocks(model, names, [each.number for each in representatives]), names, representatives)
 
 

@@ -41,7 +41,7 @@ class Workload:
     is_compiled: bool = False  # whether blocks are compiled
     plan: ParallelPlan | None = None  # to which candidates' options are added; None: the model's own
     _plan: list[ParallelPlan] = field(default_factory=list)  # of `plan`, once known
-    _reduced: dict[bool, Reduced] = field(default_factory=dict)  # by whether zero is 3
+    _reduced: dict[tuple[bool, bool], Reduced] = field(default_factory=dict)  # by whether zero is 3, and "pp" above 1
     _traces: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)
 
     def plan_of(self, candidate: Candidate, rows: int | None = None) -> ParallelPlan:
@@ -95,15 +95,7 @@ class Workload:
 
     def sums(self, candidate: Candidate, rows: int | None = None) -> Trace:
         """`trace` with a sum for each gradient, before `in_buckets`."""
-        key = self.run_for(candidate, rows)
-        if key not in self._traces:
-            try:
-                self.learn(*key, self.run(*key))
-            except ValueError as error:
-                self.learn(*key, error)
-        found = self._traces[key]
-        if isinstance(found, ValueError):
-            raise found
+        found = cached_trace(self._traces, self.run_for(candidate, rows), self.run)
         return replace(found, times=times_of(candidate.microbatches))
 
     def in_buckets(self, trace: Trace) -> Trace:
@@ -130,20 +122,41 @@ class Workload:
         zero: Zero = 2 if candidate.zero == 3 else candidate.zero  # a stage gathers once a step under each
         return replace(candidate, pp=2, schedule="1f1b", chunks=1, microbatches=count, zero=zero)
 
-    def run(self, candidate: Candidate, rows: int) -> Trace:
-        """Run a step on shapes for `sums`. candidate: of `traced`. rows: of a microbatch, over all ranks."""
+    def run(self, candidate: Candidate, rows: int, *, only_passes: bool = False) -> Trace:
+        """Run a step on shapes for `sums`. candidate: of `traced`. rows: of a microbatch, over all ranks.
+
+        only_passes: as for `trace_step`.
+        """
         mesh = ProcessMesh.grid(**candidate.axes)
         plan = replace(self.plan_of(candidate, rows), pipeline=PipelinePlan(microbatches=candidate.microbatches))
         shape = self.shape(rows * candidate.microbatches, candidate.microbatches)
-        if (plan.zero == 3) not in self._reduced:
-            self._reduced[plan.zero == 3] = reduce_model(self.model, plan)
-        reduced = self._reduced[plan.zero == 3]
+        key = plan.zero == 3, candidate.pp > 1
+        if key not in self._reduced:
+            self._reduced[key] = reduce_model(self.model, plan, is_stage=candidate.pp > 1)
         with self.autocast():
             return trace_step(
                 *(self.model, mesh, plan, shape),
                 clip_norm=self.clip_norm,
                 update=self.update,
                 states=self.states,
-                reduced=reduced,
+                reduced=self._reduced[key],
                 by_gradient=True,
+                only_passes=only_passes,
             )
+
+
+def cached_trace(
+    traces: dict[tuple[Candidate, int], Trace | ValueError],
+    key: tuple[Candidate, int],
+    run: Callable[[Candidate, int], Trace],
+) -> Trace:
+    """The trace of `key` in `traces`, run where absent. Raises the run's ValueError each time."""
+    if key not in traces:
+        try:
+            traces[key] = run(*key)
+        except ValueError as error:
+            traces[key] = error
+    found = traces[key]
+    if isinstance(found, ValueError):
+        raise found
+    return found

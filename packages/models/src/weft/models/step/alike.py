@@ -39,26 +39,29 @@ class Representative:
     blocks: tuple[int, ...]  # numbers of the alike blocks that the run of this block covers, `number` included
 
 
-def choose_representatives(signatures: Sequence[Hashable], ahead: int = 1) -> list[Representative]:
+def choose_representatives(
+    signatures: Sequence[Hashable], ahead: int = 1, behind: int | None = None
+) -> list[Representative]:
     """Choose the blocks to run, in order. Each block of the model is in the `blocks` of exactly one representative.
 
     Looks for repeated patterns of up to `LONGEST_PERIOD` blocks. At both ends of a repetition each pattern runs;
     in the middle, a single pattern runs for all.
     signatures: of the model's blocks, equal for alike blocks.
     ahead: how far apart a block still changes another block's work, as by a gather ahead of time. At least this many
-        blocks run at each end of a repetition.
+        blocks run at the beginning of a repetition.
+    behind: the least number of blocks that run at the end of a repetition; None: as `ahead`.
     """
     found: list[Representative] = []
     start = 0
     while start < len(signatures):
         period, count = _longest_repetition(signatures[start:], ahead)
-        side = -(-ahead // period)
-        if count <= 2 * side + 1:
+        first, last = -(-ahead // period), -(-(ahead if behind is None else behind) // period)
+        if count <= first + last + 1:
             found.append(Representative(start, (start,)))
             start += 1
             continue
-        for repetition in (*range(side + 1), *range(count - side, count)):
-            many = range(side, count - side) if repetition == side else (repetition,)
+        for repetition in (*range(first + 1), *range(count - last, count)):
+            many = range(first, count - last) if repetition == first else (repetition,)
             found += [
                 Representative(start + repetition * period + i, tuple(start + each * period + i for each in many))
                 for i in range(period)
@@ -105,12 +108,14 @@ def _ancestors(name: str) -> Iterator[str]:
             yield name[:index]
 
 
-def representatives_of(model: nn.Module, names: Sequence[str], ahead: int) -> list[Representative]:
+def representatives_of(
+    model: nn.Module, names: Sequence[str], ahead: int, behind: int | None = None
+) -> list[Representative]:
     """The blocks of the model to run in place of all; [] for no names.
 
-    names: from `block_names`. ahead: as for `choose_representatives`.
+    names: from `block_names`. ahead, behind: as for `choose_representatives`.
     """
-    return choose_representatives([signature(model.get_submodule(name), name) for name in names], ahead)
+    return choose_representatives([signature(model.get_submodule(name), name) for name in names], ahead, behind)
 
 
 def copy_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) -> nn.Module:

@@ -20,9 +20,10 @@ from weft.reshard.extension import gathering_units, memory_of, tensors_of
 
 from ..layers import embedding_tables
 from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.step import Microbatch
 from .communication import Phase
 from .live_storages import BEFORE, LiveStorages, Storage
-from .record import PreparedStep
+from .record import PreparedStep, StopStep
 
 Device = Literal["cpu", "cuda"]
 KINDS = (  # uses of memory: the fields of `Peak` in bytes
@@ -41,16 +42,16 @@ KINDS = (  # uses of memory: the fields of `Peak` in bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A rank's bytes by kind at a moment of the second step of a run: the optimizer's states exist from the start.
+    """A rank's bytes by kind at the moment with the most bytes; from `FollowedStep.peak_at`, at the given moment.
 
-    The moment with the most bytes; from `FollowedStep.peak_at`, the given moment.
+    Of the second step of a run, so the optimizer's states exist from the start.
     """
 
-    phase: str  # "forward", "backward", "gradients" (their sync and norm) or "optimizer"
+    phase: str  # "forward", "backward", "gradients" (sync and norm of the gradients) or "optimizer"
     # Name of the op that made the last storage still alive; "" for storages from before the step.
     op: str
-    # Number of the block at work, from 0; -1 before the first, the number of blocks after the last. Without meaning in
-    # the phases "gradients" and "optimizer", in which no block is at work.
+    # Number of the block at work, from 0; -1 before the first block; after the last block, the number of blocks.
+    # Without meaning in the phases "gradients" and "optimizer", in which no block is at work.
     place: int
     parameters: int
     gathered: int  # full copies of sharded parameters, beyond their shards
@@ -74,7 +75,7 @@ class Memory:
 
     parameters: int  #: between steps: the rank's shards
     gathered: int  #: full copies of sharded parameters, kept between calls, beyond the shards
-    gradients: int  #: between steps, where gradients are kept to accumulate
+    gradients: int  #: of a program that keeps gradients between steps: shards under zero=2 and 3, else full gradients
     states: int  #: the optimizer's, between steps
     activations: int = 0  #: the most bytes saved for backward, over all microbatches in flight; 0 without a batch
     peak: Peak | None = None  #: of a step; None without a batch
@@ -117,7 +118,7 @@ class FollowedStep:
     live: LiveStorages  # after the step
     num_blocks: int
     splits_backward: bool  # whether the schedule computes gradients of weights later than gradients of inputs
-    kinds: Mapping[Storage, str]  # of each storage, of `KINDS`
+    kinds: Mapping[Storage, str]  # the kind of each storage, from `KINDS`
     by_parameter: Mapping[str, Memory]  # bytes between steps, by the parameter's name
     places: Mapping[str, int]  # each parameter's `Storage.place`, by the parameter's name
 
@@ -126,7 +127,7 @@ class FollowedStep:
         return total_of(self.by_parameter)
 
     def most_saved(self) -> int:
-        """The most bytes saved for backward, over the ends of each forward and backward of a microbatch."""
+        """The most bytes saved for backward at the end of any forward or backward of a microbatch."""
         at = self.live.bytes_at_moments(self._is_saved)
         return max((at[moment] for moment, phase in self.live.marks if phase in ("forward", "backward")), default=0)
 
@@ -217,13 +218,15 @@ def follow_step(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     has_shared_casts: bool = False,
+    only_forward: bool = False,
 ) -> FollowedStep:
     """Run the step twice on shapes, and follow the storages of the second run.
 
     The first run makes the tensors kept between steps, such as the buffers of gathered parameters, and optimizer
     states. Without stages, a single microbatch makes all of these tensors.
     by_parameter: bytes between steps, by name. has_shared_casts: whether the microbatches of a model without stages
-        share the casts of parameters, as the microbatches of a stage do. Further arguments: as for `predict_memory`.
+        share the casts of parameters, as the microbatches of a stage do. only_forward: run each microbatch's forward
+        alone, for `FollowedStep.saved_of_microbatch`. Further arguments: as for `predict_memory`.
     """
     model, pipeline = ready.model, pipeline_of(ready.model)
     optimizer = None if make_optimizer is None else make_optimizer(model)
@@ -241,10 +244,20 @@ def follow_step(
             pipeline.finish_sends()
         live.mark(phase)
 
+    def run_forward(microbatch: Microbatch, after_forward: Callable[[Phase], None]) -> None:
+        def stop(phase: Phase) -> None:
+            after_forward(phase)
+            raise StopStep
+
+        replace(ready, microbatches=[microbatch] * 2).run(stop)  # the last microbatch would start the loss's sum
+
     casts = sharing_casts if has_shared_casts else nullcontext
     first = ready if pipeline is not None else replace(ready, microbatches=ready.microbatches[:1])
     with casts():
-        first.run(lambda phase: None, clip_norm=clip_norm)
+        if only_forward:
+            run_forward(ready.microbatches[0], lambda phase: None)
+        else:
+            first.run(lambda phase: None, clip_norm=clip_norm)
     end_step()
     if optimizer is not None:
         states = {name: _nbytes(optimizer.state[each].values()) for name, each in model.named_parameters()}
@@ -264,7 +277,12 @@ def follow_step(
     live.adopt(tensors_of([(each.args, each.kwargs, each.targets) for each in ready.microbatches]), "workspace")
     with live:
         with casts():
-            ready.run(after_phase, clip_norm=clip_norm)
+            if only_forward:
+                for microbatch in ready.microbatches:
+                    live.begin_forward()
+                    run_forward(microbatch, after_phase)
+            else:
+                ready.run(after_phase, clip_norm=clip_norm)
         for name, parameter in own_parameters.items():
             if parameter.grad is not None:
                 live.relabel([parameter.grad], "gradients", places[name])
@@ -277,7 +295,7 @@ def follow_step(
 
 
 def _blocks_of_list(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the members of the longest nn.ModuleList outside all further lists; [] without a list."""
+    """A model's blocks: the members of the longest nn.ModuleList that is in no nn.ModuleList; [] without a list."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     return list(max(outermost, key=len, default=()))
@@ -298,7 +316,7 @@ def _nbytes(values: Iterable[Any]) -> int:
 
 
 def _kinds(live: LiveStorages, num_blocks: int, has_stages: bool) -> dict[Storage, str]:
-    """The kind of each storage: from `adopt` or `label`, else by place, phase and lifetime."""
+    """The kind of each storage: `Storage.kind` if set, else by place, phase and lifetime."""
     ends = [moment for moment, _ in live.marks]
     kinds = {}
     for each in live.storages:

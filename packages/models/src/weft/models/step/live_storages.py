@@ -44,7 +44,7 @@ class Storage:
     call: int  # number of the call of Weft's op at work; 0 outside
     died: int | None = None  # moment of release; None: alive at the end
     call_of_death: int = 0  # as `call`, at the release
-    kind: str | None = None  # of `followed_step.KINDS`; None where neither `adopt` nor `label` said
+    kind: str | None = None  # of `followed_step.KINDS`; None: by place, phase and lifetime
 
     def is_alive(self, moment: int) -> bool:
         return self.born <= moment and (self.died is None or self.died > moment)
@@ -148,6 +148,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks.append((self.now, phase))
         if phase == "backward":
             self._go_to(BEFORE)
+
+    def begin_forward(self) -> None:
+        """Go on before the first block, after a forward without a backward."""
+        self._go_to(BEFORE)
 
     def counts(self, storage: Storage) -> bool:
         """Whether a storage takes memory. With `by_op`, a storage born and freed in a call of a Weft op takes none."""

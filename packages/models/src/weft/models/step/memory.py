@@ -155,11 +155,12 @@ def follow_model(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     has_shared_casts: bool = False,
+    only_forward: bool = False,
 ) -> FollowedStep:
-    """Follow the storages of a step on shapes. Called by `predict_memory` and `memory_parts`.
+    """Follow the storages of a step on shapes. Called by `predict_memory`, `memory_parts` and `saved_parts`.
 
-    shape: with a rank in the mesh. has_shared_casts: as for `follow_step`. Further arguments and errors: as for
-    `predict_memory`.
+    shape: with a rank in the mesh. has_shared_casts, only_forward: as for `follow_step`. Further arguments and errors:
+    as for `predict_memory`.
     """
     by_parameter = bytes_of_parameters(model, as_mesh(mesh), plan, rank=shape.rank, states=states)
     with meta_as_cpu() if device == "cpu" else nullcontext(), on_shapes(model, mesh, plan, shape) as ready:
@@ -167,4 +168,5 @@ def follow_model(
         return follow_step(
             *(ready, by_parameter),
             clip_norm=clip_norm, device=device, make_optimizer=make_optimizer, has_shared_casts=has_shared_casts,
+            only_forward=only_forward,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -177,6 +177,10 @@ def run_on_shapes(
     return step
 
 
+class StopStep(Exception):
+    """Raised by `after_phase` of `PreparedStep.run`: leaves out the rest of the step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
     """A rank's prepared step on meta tensors; `run` may be called several times. Yielded by `on_shapes`."""
@@ -188,13 +192,15 @@ class PreparedStep:
     recorded: Recorded
 
     def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Run forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`.
+        """Run forward, backward and gradient sync. clip_norm: as for `find_gradients`.
 
-        Called by `run_on_shapes`, and twice by `follow_step`.
+        after_phase: as for `find_gradients`; may raise StopStep.
+        Called by `run_on_shapes`, `trace_step` and `follow_step`.
         """
-        find_gradients(
-            self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
-        )
+        with suppress(StopStep):
+            find_gradients(
+                self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
+            )
 
 
 @contextmanager

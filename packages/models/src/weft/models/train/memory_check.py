@@ -39,15 +39,15 @@ class MemoryNeed:
     parameters: int  # of the whole model, experts included
     processes: int  # processes on the device: 1 on a GPU, all processes of this machine on the CPU
     parts: int  # parts of the model, on different processes: pp * tp
-    across: int  # processes with the same part: dp * cp. ZeRO shards the part over these
+    holders: int  # processes with the same part: dp * cp. ZeRO shards the part over these
     zero: int  # the plan's ZeRO level
     states: float  # state tensors per parameter, each of the parameter's size; a mean over the parameters
     compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
-    experts: int = 0  # parameters of experts on an axis "ep", for which the next two fields replace parts and across
+    experts: int = 0  # parameters of experts on an axis "ep", for which the next two fields replace parts and holders
     expert_parts: int = 1  # parts of the experts, on different processes
-    expert_across: int = 1  # processes with the same part of the experts
+    expert_holders: int = 1  # processes with the same part of the experts
     trained: float = 1.0  # share of the parameters with gradients and states; below 1 with adapters
-    frozen: float = 0.0  # parameters of a reference model on the device, all processes of the device together
+    reference: float = 0.0  # parameters of a reference model on the device, all processes of the device together
 
     @property
     def nbytes(self) -> int:
@@ -57,22 +57,22 @@ class MemoryNeed:
         Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         groups = (
-            (self.parameters - self.experts, self.parts, self.across),
-            (self.experts, self.expert_parts, self.expert_across),
+            (self.parameters - self.experts, self.parts, self.holders),
+            (self.experts, self.expert_parts, self.expert_holders),
         )
         updated, compared = 0.0, float(self.parameters if self.compares else 0)
-        for count, parts, across in groups:
-            parameters, gradients, states = (1 / (across if self.zero >= level else 1) for level in (3, 2, 1))
+        for count, parts, holders in groups:
+            parameters, gradients, states = (1 / (holders if self.zero >= level else 1) for level in (3, 2, 1))
             copies = count * self.processes / parts
             updated += copies * (parameters + self.trained * (gradients + self.states * states))
             compared += copies * parameters if self.compares else 0
-        return math.floor(BYTES * (self.frozen + max(updated, compared)))
+        return math.floor(BYTES * (self.reference + max(updated, compared)))
 
 
 def check_room(run: Run, *, gpus: int) -> list[str]:
     """Compare the memory needed by a run with the memory of this machine.
 
-    gpus: GPUs of this machine, each with a process; 0 for a run on the CPU.
+    gpus: above 0 for a run on GPUs; 0 for a run on the CPU.
     Returns a line of warning if the run comes close to the memory, else an empty list, also where the memory is
     unknown.
     Raises ValueError if the run cannot fit; the error names options that would fit, if there are any.
@@ -89,8 +89,10 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
             f"{run.title} on {axes} {needs}, and there are {gib(memory.total, digits=1)}; "
             + (f"would fit: {alternatives}" if alternatives else "give a smaller model")
         )
-    if need.nbytes > USED * memory.available:
-        return [f"memory may not suffice: the run {needs}, and {gib(memory.available, digits=1)} are free"]
+    if need.nbytes > USED * memory.usable:
+        usable = gib(memory.usable, digits=1)
+        room = f"a GPU has {usable}" if gpus else f"{usable} are free"
+        return [f"memory may not suffice: the run {needs}, and {room}"]
     return []
 
 
@@ -109,20 +111,20 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
     return MemoryNeed(
         experts=_experts_of(config.model) if ep > 1 else 0,
         expert_parts=expert_parts,
-        expert_across=run.processes // expert_parts,
+        expert_holders=run.processes // expert_parts,
         parameters=parameters,
         processes=1 if on_gpus else _local_processes(run),
         parts=run.pp * run.tp,
-        across=run.dp * run.cp,
+        holders=run.dp * run.cp,
         zero=config.plan.zero,
         states=states,
         compares=config.check and run.resume is None,
         trained=adapters / parameters if adapters else 1.0,
-        frozen=_frozen(run, parameters, 1 if on_gpus else _local_processes(run)),
+        reference=_reference(run, parameters, 1 if on_gpus else _local_processes(run)),
     )
 
 
-def _frozen(run: Run, parameters: int, processes: int) -> float:
+def _reference(run: Run, parameters: int, processes: int) -> float:
     """The parameters of the run's reference model in the memory of `processes` processes; 0 without such a model."""
     config = run.config
     if reference_of(config) != "model":
@@ -149,7 +151,7 @@ def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus:
     """Yield fitting options, process counts and recipes, as text for the error."""
 
     def fits(candidate: MemoryNeed) -> bool:
-        return candidate.nbytes <= USED * memory.available
+        return candidate.nbytes <= USED * memory.usable
 
     options = next(
         (
@@ -160,21 +162,21 @@ def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus:
         ),
         [],
     )
-    alone = replace(need, processes=1, parts=1, across=1, experts=0)
+    alone = replace(need, processes=1, parts=1, holders=1, experts=0)
     if options:
         yield " ".join(options)
     elif on_gpus:
-        count = math.ceil(replace(alone, compares=False).nbytes / (USED * memory.available))
+        count = math.ceil(replace(alone, compares=False).nbytes / (USED * memory.usable))
         yield f"{count:,} such GPUs by --mesh.dp {count} --mesh.tp 1 --plan.zero 3 --no-check"
     elif not is_launched(os.environ) and fits(alone):
         yield "--mesh.dp 1 --mesh.tp 1"
-    sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
+    sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _can_split(config.model, run.tp)}
     smaller = {name: size for name, size in sizes.items() if fits(replace(need, parameters=size, experts=0))}
     if smaller and run.config.from_ is None and run.config.model_class is None:
         yield f"the recipe {max(smaller, key=smaller.__getitem__)}"
 
 
-def _is_cut(model: ModelConfig, tp: int) -> bool:
+def _can_split(model: ModelConfig, tp: int) -> bool:
     """Whether tensor parallelism of degree `tp` can split the model."""
     try:
         check_tensor_parallel(model, tp)
@@ -188,7 +190,7 @@ class MachineMemory:
     """Memory of the machine or of a GPU, in bytes."""
 
     total: int  # all memory, with swap
-    available: int  # free for processes now, without swap; on a GPU, all memory
+    usable: int  # on the CPU, free for processes now, without swap; on a GPU, all memory, used or free
 
 
 def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:

@@ -1,8 +1,8 @@
 """Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run, with the bits of the named mesh's sums.
 
-Inside `exact_sums`, collectives add by a binary tree over the coordinates of the named mesh (tree.py), equal on every
-mesh. Most plans therefore run unchanged. `_differs` lists the plans that cannot; a `StackedPlan` runs in place of such
-a plan.
+Inside `exact_sums`, collectives add over the coordinates of the named mesh by a binary tree (tree.py). The tree is the
+same on every mesh, so most plans run unchanged. `_differs` says whether a plan cannot; a `StackedPlan` then runs in the
+plan's place.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _differs(plan: Plan) -> bool:
     """Whether the plan, run unchanged, could give different bits than the same layout change on the named mesh.
 
     True in each of these cases: a rank holds stacked addends (tree.py) before or after the plan; the plan sums out of
-    the tree's order; the plan divides (Partial("avg")); the plan makes each shard an addend of a Partial value, where
-    the named mesh's plan might not.
+    the tree's order; the source is Partial("avg") on an axis; the plan makes each shard an addend of a Partial value,
+    where the named mesh's plan might not.
     """
     if addends_of(plan.src).axes or addends_of(plan.dst).axes:
         return True
@@ -96,8 +96,8 @@ def _region_axis(plan: Plan) -> str | None:
 
     Four conditions: the plan stays on a single mesh; the plan changes this axis alone, from Shard to a Partial other
     than Partial("avg"); no further axis with a named size above 1 shards the dim; and the named mesh's shards are even.
-    For None, the whole value becomes the addend of coordinate 0, and the op's identity all further addends; but for
-    Partial("avg") every addend is the value. The answer is the same on every mesh.
+    Without an axis, the addend of coordinate 0 is the whole value, and all further addends are the op's identity; for
+    Partial("avg") every addend is the whole value. The answer is the same on every mesh.
     """
     src, dst = plan.src, plan.dst
     if src.mesh != dst.mesh:
@@ -215,9 +215,9 @@ class StackedPlan:
         """A plan of a single collective over `axes`: a reduce-scatter where the parts are even, else an all-reduce.
 
         After a reduce-scatter, axes sharded in the target have the target's shards; the remaining axes shard any dim,
-        for a gather in a later stage: as few bytes as the ordinary plan. If possible, the remaining axes avoid dims
-        that the target shards over axes reduced later: otherwise the later stage needs an exchange instead of the
-        gather.
+        for a gather in a later stage. Reduce-scatter and gather together move as few bytes as the ordinary plan. If
+        possible, the remaining axes avoid dims that the target shards over axes reduced later: otherwise the later
+        stage needs an exchange instead of the gather.
         """
         shape, op = self._plan.shape, "sum" if self._op == "avg" else self._op
         step: ReduceScatter | AllReduce = AllReduce(tuple(axes) if len(axes) > 1 else axes[0], op)
@@ -255,7 +255,7 @@ class StackedPlan:
         if op == "avg":
             result = local.expand(*leading, *local.shape).contiguous() if leading else local
         elif self._region is not None:
-            result = self._in_place(local, self._region, coordinate[self._region], op)
+            result = self._shards_as_addends(local, self._region, coordinate[self._region], op)
         else:
             result = local.new_full((*leading, *local.shape), identity(op, local.dtype))
             if not any(coordinate[axis] for axis in self._new_partial):
@@ -268,8 +268,8 @@ class StackedPlan:
         assert isinstance(placement, Partial), "new Partial axes are Partial in the target"
         return placement.op
 
-    def _in_place(self, local: Tensor, axis: str, index: int, op: str) -> Tensor:
-        """This rank's addends along `_region_axis`: in each, a named shard in place, with `op`'s identity around.
+    def _shards_as_addends(self, local: Tensor, axis: str, index: int, op: str) -> Tensor:
+        """This rank's addends along `_region_axis`: a named shard at the shard's position, and else `op`'s identity.
 
         local: [*addends of axes still Partial, *shape of the rank's shard]. index: of the rank along `axis`.
         Returns [fold, *addends of axes still Partial, *shape]; no leading dim for a fold of 1.

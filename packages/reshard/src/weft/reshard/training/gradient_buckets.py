@@ -55,7 +55,7 @@ class GradientBuckets:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
 
         Called in backward when the leaf's turn comes in the order of sending, and for the remaining leaves in `wait()`.
-        Of a leaf with `keeps_passes`, each call sends a single gradient, the oldest.
+        Of a leaf with `sums_each_pass`, each call sends a single gradient, the oldest.
         A gradient in the target layout needs no bucket, and stays in `.grad`. Under ZeRO, or where a later gradient has
         a different layout, the gradient is added to the leaf's `reduced_grad` instead. A gradient without a Route is
         resharded at once.
@@ -65,12 +65,12 @@ class GradientBuckets:
             assert leaf.route_cache is not None and leaf.route_cache[2] is not None, "set with the local gradient"
             self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[2])
             leaf.local_grad = None
-            if leaf.keeps_passes:
+            if leaf.sums_each_pass:
                 return
         older_grads = leaf.take_older_grads()
         for older in older_grads:
             self._add_grad(leaf, older, leaf.grad_info(older)[2])
-        grad = None if older_grads and leaf.keeps_passes else leaf.grad
+        grad = None if older_grads and leaf.sums_each_pass else leaf.grad
         in_target = grad is not None and leaf.grad_info(grad)[2]
         # a gradient already in its final place stays in `.grad`
         if grad is not None and not (in_target and leaf.accumulator is leaf.parameter):

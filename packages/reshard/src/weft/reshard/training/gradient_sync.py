@@ -132,7 +132,7 @@ class GradientSync:
         for each in gatherings:
             each.gather_hooks.append(self._gather_hook)
         self._in_wait = self._paused = False  # whether `wait()` runs; whether a `paused()` is open
-        self._unsynchronized = False  # whether `has_new_grad` of any leaf is true
+        self._unsynchronized = False  # whether `was_reached` of any leaf is true
         _syncs.add(self)
         self._hooks: list[RemovableHandle] = [before_step.add(self._before_step)]
         self._hook_parameters()
@@ -270,7 +270,7 @@ class GradientSync:
         call: the refused call. user_call: the same call as written in a user's program, for the remedy.
         """
         unhooked = [leaf for _, leaf in self._unhooked if _has_partial_grad(leaf)]
-        hooked = [leaf for leaf in self._leaves if leaf.has_new_grad] if self._unsynchronized else []
+        hooked = [leaf for leaf in self._leaves if leaf.was_reached] if self._unsynchronized else []
         pending: dict[Tensor, str] = {leaf.parameter: leaf.name for leaf in (*unhooked, *hooked)}
         names = [pending[parameter] for parameter in parameters if parameter in pending]
         if names:
@@ -282,7 +282,7 @@ class GradientSync:
             )
 
     def _on_grad_accumulated(self, leaf: Leaf) -> None:
-        leaf.has_new_grad = self._unsynchronized = True
+        leaf.was_reached = self._unsynchronized = True
         if self._paused and not leaf.sends_every_pass:
             return
         # No gradient came: torch runs the hook also where a function returned None, as in zero-bubble backward.
@@ -322,7 +322,7 @@ class GradientSync:
             return False
         leaf.local_grad = route.collapse(part)
         leaf.put_placeholder()
-        leaf.has_new_grad = self._unsynchronized = True
+        leaf.was_reached = self._unsynchronized = True
         self._order.send_ready(leaf, self._buckets, paused=self._paused)
         return True
 

@@ -73,7 +73,7 @@ class Leaf:
     local_grad: Tensor | None = None
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     # Whether backward came to the parameter in this round, also where a function returned no gradient.
-    has_new_grad: bool = False
+    was_reached: bool = False
     ready_count: int = 0  # number of ready gradients whose turn to be sent has not come
     num_grads: int = 0  # number of gradients that were ready to send in this round
     # How often in this round SendOrder or `_send_with_peers` gave a gradient, or zeros, to GradientBuckets. Counts also
@@ -120,7 +120,7 @@ class Leaf:
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
 
     @property
-    def keeps_passes(self) -> bool:
+    def sums_each_pass(self) -> bool:
         """Whether the ranks sum the gradient of each backward pass separately: with ZeRO 2 and 3 inside `exact_sums`.
 
         Otherwise a rank may add up the gradients of several passes before the ranks sum.
@@ -130,23 +130,23 @@ class Leaf:
     @property
     def num_unsent(self) -> int:
         """How many calls of `GradientBuckets.add` the unsent gradients need."""
-        if not self.keeps_passes or not self.is_hooked:
+        if not self.sums_each_pass or not self.is_hooked:
             return int(bool(self.unsent_forms()))
         return (self.local_grad is not None) + len(self.older_grads) + (self.grad is not None)
 
     def take_older_grads(self) -> list[DTensor]:
-        """Removes and returns the gradients that were set aside; of a leaf with `keeps_passes`, the oldest alone."""
+        """Removes and returns the gradients that were set aside; of a leaf with `sums_each_pass`, the oldest alone."""
         if not self.older_grads:
             return []
-        number = 1 if self.keeps_passes else len(self.older_grads)
+        number = 1 if self.sums_each_pass else len(self.older_grads)
         removed, self.older_grads = self.older_grads[:number], self.older_grads[number:]
         return removed
 
     def unsent_forms(self) -> Forms:
         """The forms of the gradients not yet handled by `GradientBuckets.add`, which moves forms to `sent_forms`.
 
-        A new gradient in `.grad` counts in the target layout, too: no bucket takes the gradient, but peers learn of the
-        gradient by the form. In `older_grads`, gradients in the target layout do not count.
+        A new gradient in `.grad` counts even in the target layout: no bucket takes the gradient, but the form tells
+        peers of the gradient. In `older_grads`, gradients in the target layout do not count.
         """
         if not self.is_hooked:
             return ()
@@ -165,7 +165,7 @@ class Leaf:
         _, forms, in_target = self.grad_info(grad)
         # in its final place: the result of the last `wait()`, or a new gradient
         if in_target and self.accumulator is self.parameter:
-            return forms if self.has_new_grad and forms[0] not in self.sent_forms else ()
+            return forms if self.was_reached and forms[0] not in self.sent_forms else ()
         return forms
 
     def grad_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
@@ -190,7 +190,7 @@ class Leaf:
         return cache[2]
 
     def zeros(self, form: GradientForm) -> DTensor:
-        """A gradient of zeros in the given form, from a rank without a gradient."""
+        """A gradient of zeros in the given form, which this rank gives in place of a missing gradient."""
         local = torch.zeros(
             stacked_shape(form.layout, self.parameter.shape, this_rank()),
             dtype=form.dtype,
@@ -199,8 +199,8 @@ class Leaf:
         return wrap(local, form.layout, self.parameter.shape)
 
     def reset(self) -> None:
-        """Clears the state of the gradients sent so far, once all sums are in `reduced_grad`."""
-        self.has_new_grad, self.sent_forms, self.bucket = False, (), None
+        """Clears the round's counts, `sent_forms` and `bucket`, once all sums over ranks are in `reduced_grad`."""
+        self.was_reached, self.sent_forms, self.bucket = False, (), None
         self.ready_count = self.num_grads = self.num_sent = 0
 
     def call_parameter_hooks(self) -> None:
@@ -221,9 +221,9 @@ class Leaf:
         Called by GradientSync's hook, before autograd adds. May empty `.grad`: an older gradient is then in
         `older_grads`, or included in the returned gradient.
         A gradient with stacked addends is given as a new DTensor, which autograd puts into an empty `.grad` uncopied.
-        Autograd would copy a gradient with further references, into memory of the layout's local shape, without room
-        for stacked addends. The new DTensor may share memory with another tensor's gradient: a later gradient is added
-        by `sum_of`, not in place.
+        If further code referred to the DTensor, autograd would copy the DTensor into memory of the layout's local
+        shape, without room for stacked addends. The new DTensor may share memory with another tensor's gradient: a
+        later gradient is added by `sum_of`, not in place.
         """
         if self.accumulator.grad is not None:
             self._set_aside(incoming)
@@ -233,22 +233,23 @@ class Leaf:
         return sum_of(older, wrap_with_spec(local, dtensor_spec(incoming)))
 
     def _set_aside(self, incoming: DTensor) -> None:
-        """Moves the gradient in `.grad` to `older_grads`, if autograd must not add the incoming gradient to this one.
+        """Moves the gradient in `.grad` to `older_grads`, if autograd must not add `incoming` to the gradient there.
 
-        There are two reasons. Where the layouts differ, DTensor would communicate to add. And where each pass sends a
-        gradient inside `exact_sums`, the order of sums must not depend on when a gradient's turn to be sent comes.
+        Drops a placeholder. There are two reasons to move a gradient. Where the layouts differ, DTensor would
+        communicate to add. And where each pass sends a gradient inside `exact_sums`, the order of sums must not depend
+        on when a gradient's turn to be sent comes.
         """
         older = self.grad
         if older is None:  # `.grad` is a placeholder
             self.accumulator.grad = None
             return
-        if not self.keeps_passes and dtensor_spec(older) is dtensor_spec(incoming):
+        if not self.sums_each_pass and dtensor_spec(older) is dtensor_spec(incoming):
             return
         layout = layout_of(older)
-        if not self.keeps_passes and layout == layout_of(incoming):
+        if not self.sums_each_pass and layout == layout_of(incoming):
             return
         place = next((i for i, each in enumerate(self.older_grads) if layout_of(each) == layout), None)
-        if self.keeps_passes or place is None:
+        if self.sums_each_pass or place is None:
             self.older_grads.append(older)
         else:
             self.older_grads[place] = sum_of(self.older_grads[place], older)
@@ -257,10 +258,10 @@ class Leaf:
     def add_reduced(self, grad: DTensor) -> None:
         """Adds a gradient in the target layout to `reduced_grad`, in the dtype of the parameter's gradient.
 
-        The ranks may have summed in another dtype. Of a leaf with `keeps_passes`, the sum begins with the gradient left
-        in `.grad` by earlier rounds: several passes in a round then add up as one pass in each of several rounds.
+        The ranks may have summed in another dtype. Of a leaf with `sums_each_pass`, the sum begins with the gradient
+        left in `.grad` by earlier rounds: several passes in a round then add up as one pass in each of several rounds.
         """
-        if self.reduced_grad is None and self.keeps_passes:
+        if self.reduced_grad is None and self.sums_each_pass:
             self.reduced_grad = self.earlier_grad = grad_of(self.parameter)
             self.put_placeholder()
         dtype = getattr(self.parameter, "grad_dtype", self.parameter.dtype)  # None takes any dtype
@@ -354,7 +355,7 @@ class GradPlaceholder(Tensor):
 
 
 def _grad_properties(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """The shape, dtype and device required by torch of a parameter's gradient."""
+    """The shape, dtype and device that torch requires of a parameter's gradient."""
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # grad_dtype None takes any dtype
     return parameter.shape, dtype, parameter.device
 

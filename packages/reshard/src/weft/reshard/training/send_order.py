@@ -70,7 +70,7 @@ class SendOrder:
             index = self._index_of[expected]
             if expected.ready_count:
                 # Outside of `exact_sums` this gradient may have been added to an earlier one, and sent with it.
-                if self.turn and not expected.keeps_passes and not expected.unsent_forms():
+                if self.turn and not expected.sums_each_pass and not expected.unsent_forms():
                     self._skipped.append(self.turn * len(self.leaves) + index)
                 else:
                     expected.num_sent += 1
@@ -206,7 +206,7 @@ def _send_with_peers(
             buckets.add(leaf)
         else:
             zero_forms[i] = found = forms or leaf.last_forms or presence.forms_of(i)
-            if leaf.keeps_passes and len(found) > 1:
+            if leaf.sums_each_pass and len(found) > 1:
                 raise RuntimeError(
                     f"rank {this_rank()} lacks the gradient of {leaf.name} of a pass, and the gradient's layout "
                     f"differs between passes: {', '.join(map(str, found))}; compute with {leaf.name} in every pass"

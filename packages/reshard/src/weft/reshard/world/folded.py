@@ -100,7 +100,7 @@ def _moved(layout: Layout, mesh: ProcessMesh) -> Layout:
 class FoldedMesh:
     """Given to the kernels' `Sharding.local_options` in place of a DeviceMesh, for a single coordinate's options.
 
-    `local_options` may only pass a FoldedMesh to `group_over`.
+    `local_options` may pass a FoldedMesh to `group_over`; `get_group` always raises.
     mesh: the rank's DeviceMesh. index: which of the rank's coordinates, as a FoldIndex.
     communicates: whether `local_options` asked for a group along a folded axis; the op's runs must then take turns.
     """
@@ -209,7 +209,7 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
 class _Worker:
     """A thread which calls the functions of a queue in turn.
 
-    Kept for later steps: an op on a new thread computes in new memory, and the system must provide the memory first.
+    Kept for later steps: ops on a new thread allocate memory from the system again, which takes time.
     """
 
     idle: ClassVar[list[_Worker]] = []
