@@ -63,9 +63,9 @@ def test_bounds_leave_out_no_change_that_pricing_all_would_find(candidate: Candi
     prices = prices_of(processes=8, limit=limit)
     estimate, nbytes = prices.estimate(candidate), prices.memory.peak(candidate)
     parts = {str(part): seconds for part, seconds in estimate.parts.items()}
-    traced = len(prices.workload._traces)
+    traced = len(prices.workload.runs.results())
     found = advise(prices, candidate, check, seconds=estimate.seconds, parts=parts, memory_bytes=nbytes)
-    traced = len(prices.workload._traces) - traced
+    traced = len(prices.workload.runs.results()) - traced
     fits = nbytes <= prices.limit
     assert fits == (limit == 1.0)
     every = prices_of(processes=8, limit=limit)
@@ -92,7 +92,7 @@ def test_a_change_with_a_bound_above_the_step_is_not_traced() -> None:
     slower, without = replace(STAGED, microbatches=2), replace(STAGED, recompute="none")
     assert {slower, without} <= set(neighbors(STAGED, parts))
     advise(prices, STAGED, check, seconds=prices.even_bound(slower), parts=parts, memory_bytes=0)
-    traced = {traced for traced, _ in prices.workload._traces}
+    traced = {traced for traced, _ in prices.workload.runs.results()}
     assert prices.workload.traced(without) in traced
     assert prices.workload.traced(slower) not in traced
 

@@ -33,7 +33,7 @@ EXPERTS = MixtralConfig(
 def by_way(workload: Workload, way: TokenTransport) -> Workload:
     """The workload with this way of tokens to experts, without the traces."""
     plan = replace(workload.plan_of(Candidate()), experts=ExpertPlan(tokens=way))
-    return replace(workload, plan=plan, _plan=[], _traces={})
+    return replace(workload, plan=plan, _plan=[])
 
 
 @cache
@@ -152,7 +152,7 @@ def test_a_trace_of_experts_over_ranks_is_derived_from_two_with_fewer_rows(plan:
     candidate = Candidate(**plan, pp=2, schedule="1f1b", microbatches=2)
     rows = 32 * candidate.dp
     derived = stages.trace(candidate, rows)
-    assert len(stages._ran) == 2 and workload.run_for(candidate, rows) not in stages._ran
+    assert len(stages.known.results()) == 2 and workload.run_for(candidate, rows) not in stages.known.results()
     run = workload.trace(candidate, rows)
     chip = load_chip("h100")
     found, expected = (

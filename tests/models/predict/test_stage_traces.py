@@ -100,17 +100,17 @@ def test_the_passes_of_few_blocks_and_two_microbatches_are_those_of_a_step(
 
 @pytest.mark.exhaustive
 def test_few_runs_give_many_traces(traces: StageTraces) -> None:
-    before = len(traces._ran)
+    before = len(traces.known.results())
     for rows in (2, 3, 4, 8, 16, 32):
         traces.trace(replace(STAGE, recompute="full"), rows)
-    assert len(traces._ran) - before <= 2
+    assert len(traces.known.results()) - before <= 2
 
 
 @pytest.mark.exhaustive
 def test_tokens_that_are_not_divided_evenly_are_run(traces: StageTraces) -> None:
     odd = StageTraces(workload=replace(traces.workload, tokens=100), tp=(2, 4), cp=(2, 4))
     odd.trace(replace(STAGE, tp=8), 1)
-    assert [stage.tp for stage, _ in odd._ran] == [8]
+    assert [stage.tp for stage, _ in odd.known.results()] == [8]
 
 
 def test_traces_that_differ_in_more_than_numbers_are_not_combined(traces: StageTraces) -> None:
@@ -140,7 +140,7 @@ def test_sums_of_gradients_over_data_ranks_are_derived_with_as_many_buckets(
     stages = StageTraces(workload=workload, tp=(2, 4))
     candidates = [Candidate(pp=2, schedule="1f1b", dp=2, tp=tp, zero=zero) for tp in (2, 4, 8)]
     derived = [stages.trace(each, 2) for each in candidates]
-    assert [each.tp for each, _ in stages._ran] == [2, 4]
+    assert [each.tp for each, _ in stages.known.results()] == [2, 4]
     for candidate, found in zip(candidates, derived, strict=True):
         run = workload.trace(candidate, 2)
         assert [sums_of(each) for each in run.segments] == [

@@ -62,7 +62,8 @@ class Predictor:
     @property
     def runs(self) -> tuple[Callable[..., Any], ...]:
         """The functions for `Forks` that run steps on shapes."""
-        return self._prices.workload.run, self._prices.memory.run
+        prices = self._prices
+        return prices.workload.run, prices.stages.run, prices.memory.run, prices.memory.run_forward
 
     def start(self, forks: Forks, *, has_parts: bool) -> None:
         """Start the runs for `predict`. has_parts: whether `predict` is given the parts of the memory."""
@@ -76,7 +77,7 @@ class Predictor:
         """
         prices, candidate, runs = self._prices, self._candidate, PlanRuns(forks)
         if parts is not None:
-            prices.memory.learn(*prices.memory.run_for(candidate), parts)
+            prices.memory.parts.learn(*prices.memory.run_for(candidate), parts)
         runs.prepare(self._needed(has_parts=parts is not None))
         found, nbytes = prices.estimate(candidate, keep_spans=True), prices.memory.peak(candidate)
 

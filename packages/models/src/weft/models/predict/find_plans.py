@@ -140,10 +140,10 @@ def search_plans(
     tp, cp = accepted_sizes(space, check)
     plan_memory = PlanMemory(workload=workload, parameters=parameters, run_tps=least_tp(tp))
     stages = StageTraces(workload=workload, tp=least_two(tp), cp=least_two(cp), num_experts=space.num_experts)
-    with Forks(workload.run, stages.run, plan_memory.run, plan_memory.saved.run, count=workers) as forks:
+    with Forks(workload.run, stages.run, plan_memory.run, plan_memory.run_forward, count=workers) as forks:
         runs = PlanRuns(forks)
         if flops is None:
-            runs.prepare(unmade([(workload, *workload.run_for(Candidate()))]))
+            runs.prepare(unmade([(workload.runs, *workload.run_for(Candidate()))]))
         prices = PlanPrices(
             workload=workload,
             chip=chip,

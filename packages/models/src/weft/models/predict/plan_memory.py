@@ -17,6 +17,7 @@ from ..step.record import StepShape
 from .bounds import Parameters, layers_of_stages, weights_floor
 from .memory import MemoryParts, SavedParts, compose, memory_parts, saved_parts, stage_peaks, undivided_bytes
 from .pipeline_time import even_stages
+from .plan_runs import KnownRuns
 from .plans import Candidate
 from .trace import GATHERED_AHEAD
 from .workload import Workload
@@ -29,62 +30,6 @@ _SAVED_BY = attrgetter("cp", "tp", "ep", "context", "sequence", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SavedRuns:
-    """Finds the bytes that microbatches save for backward, from the forwards of short models on shapes."""
-
-    workload: Workload
-    _models: list[nn.Module | None] = field(default_factory=list)  # of `short_model`, once known
-    _found: dict[tuple[Candidate, int], SavedParts | None] = field(default_factory=dict)  # by candidate and rows
-
-    def known(self) -> Iterable[tuple[Candidate, int, SavedParts]]:
-        """The results until now: the candidate, the rows of a microbatch, and the bytes."""
-        return ((*key, found) for key, found in self._found.items() if found is not None)
-
-    def knows(self, candidate: Candidate, rows: int) -> bool:
-        """Whether the run with these arguments was made."""
-        return (candidate, rows) in self._found
-
-    def learn(self, candidate: Candidate, rows: int, found: SavedParts | None) -> None:
-        """Take over the result of the run with these arguments."""
-        self._found[candidate, rows] = found
-
-    def of(self, candidate: Candidate, rows: int) -> SavedParts | None:
-        """`run`, made once."""
-        if not self.knows(candidate, rows):
-            self.learn(candidate, rows, self.run(candidate, rows))
-        return self._found[candidate, rows]
-
-    def run(self, candidate: Candidate, rows: int) -> SavedParts | None:
-        """`saved_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.
-
-        Raises ValueError for a candidate refused by the model.
-        """
-        step = self.step(candidate, rows)
-        if step is None:
-            return None
-        with self.workload.autocast():
-            return saved_parts(*step)
-
-    def step(self, candidate: Candidate, rows: int) -> tuple[nn.Module, ProcessMesh, ParallelPlan, StepShape] | None:
-        """The short model, mesh, plan and shape of a run; None for a model without alike blocks."""
-        model = self.short_model()
-        if model is None:
-            return None
-        plan = self.workload.plan_of(candidate, rows)
-        shape = self.workload.shape(rows * candidate.microbatches, candidate.microbatches)
-        return model, ProcessMesh.grid(**candidate.axes), plan, shape
-
-    def short_model(self) -> nn.Module | None:
-        """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.
-
-        None for a model with too few alike blocks.
-        """
-        if not self._models:
-            self._models.append(_shorten(self.workload))
-        return self._models[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanMemory:
     """Predicts the memory of a workload's plans. Made by `search_plans` and `Predictor`."""
 
@@ -92,12 +37,15 @@ class PlanMemory:
     parameters: Parameters
     # From `least_tp`. For a tp above the second, `floor` follows from runs with these two; else from runs with the tp.
     run_tps: tuple[int, int] = (1, LARGEST)
-    saved: SavedRuns = field(init=False)
-    _parts: dict[tuple[Candidate, int], MemoryParts | None] = field(default_factory=dict)  # by candidate and rows
+    # The results of `run` and of `run_forward`; None for a model without alike blocks.
+    parts: KnownRuns[MemoryParts | None] = field(init=False)
+    saved: KnownRuns[SavedParts | None] = field(init=False)
+    _models: list[nn.Module | None] = field(default_factory=list)  # of `_short_model`, once known
     _peaks: dict[tuple[Candidate, int], int] = field(default_factory=dict)  # peaks, by candidate and rows of a step
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "saved", SavedRuns(workload=self.workload))  # the dataclass is frozen
+        object.__setattr__(self, "parts", KnownRuns(self.run))  # the dataclass is frozen
+        object.__setattr__(self, "saved", KnownRuns(self.run_forward))
 
     def weights_floor(self, candidate: Candidate, *, gradients: bool = True) -> float:
         """A lower bound of the fullest rank's bytes: weights, optimizer states and, if asked for, gradients."""
@@ -131,9 +79,9 @@ class PlanMemory:
         rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
         saved = 0.0
         if candidate.ep == 1:
-            peaks = ((*key, parts.saved) for key, parts in self._parts.items() if parts is not None)
-            for known, known_rows, parts in (*self.saved.known(), *peaks):
-                if _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
+            of_peaks = {key: parts.saved for key, parts in self.parts.results().items() if parts is not None}
+            for (known, known_rows), parts in (of_peaks | self.saved.results()).items():
+                if parts is not None and _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
                     share = min(1.0, rows / -(-known_rows // known.dp))
                     saved = max(saved, share * self._saved_bytes(candidate, parts))
         return self._floor(candidate, saved)
@@ -194,7 +142,7 @@ class PlanMemory:
         sizes of "dp" and "cp". Tensors gathered over "cp" are left out. `weights_floor` where no run serves.
         """
         runs = self.gathered_runs(candidate)
-        parts = self._parts_of(*runs[0]) if runs else None
+        parts = self.parts.of(*runs[0]) if runs else None
         if parts is None:
             return self.weights_floor(candidate)
         blocks = len(self.parameters.in_blocks)
@@ -221,7 +169,7 @@ class PlanMemory:
         return self._peaks[key]
 
     def _peak(self, candidate: Candidate) -> int:
-        parts = self._parts_of(*self.run_for(candidate))
+        parts = self.parts.of(*self.run_for(candidate))
         if candidate.pp == 1:
             blocks = len(self.parameters.in_blocks)
             return self._whole(candidate) if parts is None else compose(parts, blocks=blocks).nbytes
@@ -238,30 +186,42 @@ class PlanMemory:
             run = replace(run, pp=2, schedule="1f1b", chunks=1, zero=2 if run.zero == 3 else run.zero)
         return run, self.workload.rows // candidate.microbatches
 
-    def knows(self, candidate: Candidate, rows: int) -> bool:
-        """Whether the run with these arguments was made."""
-        return (candidate, rows) in self._parts
-
-    def learn(self, candidate: Candidate, rows: int, parts: MemoryParts | None) -> None:
-        """Take over the result of the run with these arguments."""
-        self._parts[candidate, rows] = parts
-
-    def _parts_of(self, candidate: Candidate, rows: int) -> MemoryParts | None:
-        """`run`, made once."""
-        if not self.knows(candidate, rows):
-            self.learn(candidate, rows, self.run(candidate, rows))
-        return self._parts[candidate, rows]
-
     def run(self, candidate: Candidate, rows: int) -> MemoryParts | None:
         """`memory_parts` of a step; None for a model without alike blocks.
 
         rows: of a microbatch, over all ranks. Raises ValueError for a candidate refused by the model.
         """
-        step = self.saved.step(candidate, rows)
+        step = self._step(candidate, rows)
         if step is None:
             return None
         with self.workload.autocast():
             return memory_parts(*step, **self._options())
+
+    def run_forward(self, candidate: Candidate, rows: int) -> SavedParts | None:
+        """`saved_parts` of a step, which runs the forwards alone. As `run`."""
+        step = self._step(candidate, rows)
+        if step is None:
+            return None
+        with self.workload.autocast():
+            return saved_parts(*step)
+
+    def _step(self, candidate: Candidate, rows: int) -> tuple[nn.Module, ProcessMesh, ParallelPlan, StepShape] | None:
+        """The short model, mesh, plan and shape of a run; None for a model without alike blocks."""
+        model = self._short_model()
+        if model is None:
+            return None
+        plan = self.workload.plan_of(candidate, rows)
+        shape = self.workload.shape(rows * candidate.microbatches, candidate.microbatches)
+        return model, ProcessMesh.grid(**candidate.axes), plan, shape
+
+    def _short_model(self) -> nn.Module | None:
+        """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.
+
+        None for a model with too few alike blocks.
+        """
+        if not self._models:
+            self._models.append(_shorten(self.workload))
+        return self._models[0]
 
     def _whole(self, candidate: Candidate) -> int:
         """The peak bytes by `predict_memory`: the larger peak of rank 0 and of the last stage's first rank."""

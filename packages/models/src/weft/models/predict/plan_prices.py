@@ -221,7 +221,7 @@ class PlanPrices:
         return unmade((self.memory.saved, *each) for each in self.memory.floor_runs(candidate))
 
     def _gathered_runs(self, candidate: Candidate) -> list[PlanRun]:
-        return unmade((self.memory, *each) for each in self.memory.gathered_runs(candidate))
+        return unmade((self.memory.parts, *each) for each in self.memory.gathered_runs(candidate))
 
     def _data_runs(self, candidate: Candidate) -> list[PlanRun]:
         own = [run for each in self.data.traced(candidate) for run in self._stage_traces(*each)]
@@ -232,15 +232,15 @@ class PlanPrices:
         return [] if own is None else self._stage_traces(*own)
 
     def _stage_traces(self, candidate: Candidate, rows: int) -> list[PlanRun]:
-        return unmade((self.stages, *each) for each in self.stages.runs(candidate, rows))
+        return unmade((self.stages.known, *each) for each in self.stages.runs(candidate, rows))
 
     def price_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `price`."""
-        return unmade([(self.workload, *self.workload.run_for(candidate))])
+        return unmade([(self.workload.runs, *self.workload.run_for(candidate))])
 
     def peak_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `PlanMemory.peak`."""
-        return unmade([(self.memory, *self.memory.run_for(candidate))])
+        return unmade([(self.memory.parts, *self.memory.run_for(candidate))])
 
     def fit_runs(self, candidate: Candidate) -> list[PlanRun]:
         """For `fits`."""

@@ -17,10 +17,11 @@ from typing import Any
 
 from ..plan_options import TokenTransport
 from .events import Compute, Event, Segment, Start, Trace, Wait
+from .plan_runs import KnownRuns
 from .plans import Candidate
 from .price import fuse, product_bytes
 from .trace import times_of
-from .workload import Workload, cached_trace
+from .workload import Workload
 
 Weights = tuple[tuple[int, Fraction], ...]  # traced sizes, each with the weight of the trace's numbers
 STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks
@@ -37,9 +38,12 @@ class StageTraces:
     cp: tuple[int, ...] = ()
     num_experts: int = 0  # of a mixture: tokens are divided evenly among them
     _traces: dict[tuple[Candidate, int], Trace] = field(default_factory=dict)
-    _ran: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)  # the results of `run`
+    known: KnownRuns[Trace] = field(init=False)
     _ways: dict[tuple[int, ...], TokenTransport | None] = field(default_factory=dict)  # of `way`
     _sizes: set[int] = field(default_factory=set)  # of the axes of the model's matrices, once known
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", KnownRuns(self.run))  # the dataclass is frozen
 
     def trace(self, candidate: Candidate, rows: int) -> Trace:
         """The trace of a candidate's step whose microbatches have `rows` rows over all ranks.
@@ -67,7 +71,7 @@ class StageTraces:
         """`trace` with a sum for each gradient: the number of buckets is not linear, the bytes of a sum are."""
         found = self._derived(candidate, rows)
         if found is None:
-            found = cached_trace(self._ran, self.workload.run_for(candidate, rows), self.run)
+            found = self.known.of(*self.workload.run_for(candidate, rows))
             found = replace(found, times=times_of(candidate.microbatches))
         return found
 
@@ -83,14 +87,6 @@ class StageTraces:
     def run(self, candidate: Candidate, rows: int) -> Trace:
         """Run a step on shapes: the first two microbatches' passes alone, where `trace` has no more to tell."""
         return self.workload.run(candidate, rows, only_passes=_has_only_passes(candidate))
-
-    def knows(self, candidate: Candidate, rows: int) -> bool:
-        """Whether the run with these arguments was made."""
-        return (candidate, rows) in self._ran
-
-    def learn(self, candidate: Candidate, rows: int, found: Trace) -> None:
-        """Take over the result of the run with these arguments."""
-        self._ran[candidate, rows] = found
 
     def _derived(self, candidate: Candidate, rows: int) -> Trace | None:
         """`_sums` computed from traces of the least sizes; None where the candidate has to be run."""

@@ -20,6 +20,7 @@ from ..schedules.pipeline_plan import PipelinePlan
 from ..step.criterion import Criterion
 from ..step.record import StepShape
 from .events import Trace
+from .plan_runs import KnownRuns
 from .plans import Candidate
 from .trace import RUN_MICROBATCHES, Reduced, merge_sums, reduce_model, times_of, trace_step
 
@@ -42,7 +43,10 @@ class Workload:
     plan: ParallelPlan | None = None  # to which candidates' options are added; None: the model's own
     _plan: list[ParallelPlan] = field(default_factory=list)  # of `plan`, once known
     _reduced: dict[tuple[bool, bool], Reduced] = field(default_factory=dict)  # by whether zero is 3, and "pp" above 1
-    _traces: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)
+    runs: KnownRuns[Trace] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", KnownRuns(self.run))  # the dataclass is frozen
 
     def plan_of(self, candidate: Candidate, rows: int | None = None) -> ParallelPlan:
         """The `ParallelPlan` of a candidate, with the cheaper way of tokens to experts. rows: as for `trace`."""
@@ -95,7 +99,7 @@ class Workload:
 
     def sums(self, candidate: Candidate, rows: int | None = None) -> Trace:
         """`trace` with a sum for each gradient, before `in_buckets`."""
-        found = cached_trace(self._traces, self.run_for(candidate, rows), self.run)
+        found = self.runs.of(*self.run_for(candidate, rows))
         return replace(found, times=times_of(candidate.microbatches))
 
     def in_buckets(self, trace: Trace) -> Trace:
@@ -105,14 +109,6 @@ class Workload:
     def run_for(self, candidate: Candidate, rows: int | None = None) -> tuple[Candidate, int]:
         """The arguments of `run` for `trace`."""
         return self.traced(candidate), rows or self.rows // candidate.microbatches
-
-    def knows(self, candidate: Candidate, rows: int) -> bool:
-        """Whether the run with these arguments was made."""
-        return (candidate, rows) in self._traces
-
-    def learn(self, candidate: Candidate, rows: int, found: Trace | ValueError) -> None:
-        """Take over the result or the error of the run with these arguments."""
-        self._traces[candidate, rows] = found
 
     def traced(self, candidate: Candidate) -> Candidate:
         """The simplest candidate with the same segments."""
@@ -143,20 +139,3 @@ class Workload:
                 by_gradient=True,
                 only_passes=only_passes,
             )
-
-
-def cached_trace(
-    traces: dict[tuple[Candidate, int], Trace | ValueError],
-    key: tuple[Candidate, int],
-    run: Callable[[Candidate, int], Trace],
-) -> Trace:
-    """The trace of `key` in `traces`, run where absent. Raises the run's ValueError each time."""
-    if key not in traces:
-        try:
-            traces[key] = run(*key)
-        except ValueError as error:
-            traces[key] = error
-    found = traces[key]
-    if isinstance(found, ValueError):
-        raise found
-    return found
