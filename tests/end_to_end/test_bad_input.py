@@ -128,7 +128,7 @@ for arguments in (
 def test_bad_input_takes_two_fifths_of_the_import_of_torch_at_most(untrained: Path) -> None:
     """In processor time, from Python's start; the run's text is the standard library.
 
-    torch is imported beside each run, because other programs share the caches; one of up to five such pairs counts.
+    torch is imported beside each run, because further programs share the caches. The best of five pairs counts.
     """
 
     def seconds(command: Sequence[str], status: int) -> float:

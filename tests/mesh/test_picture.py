@@ -187,7 +187,7 @@ def test_a_mesh_of_131072_ranks_is_drawn_at_once(text):
     layout = Layout(ProcessMesh.grid(**HUGE), text)
     layout.local_slices((4096, 4096), 0)  # the mesh's own index of its ranks is made once
 
-    assert python_ratio(lambda: draw(layout, (4096, 4096))) < 100
+    assert python_ratio(lambda: draw(layout, (4096, 4096))) < 55
 
 
 @pytest.mark.parametrize("shape", [None, (4096, 4096)], ids=str)

@@ -102,7 +102,7 @@ NODES = Topology({"node": Link(5e-6, 25e9), "gpu": Link(2e-6, 400e9)})
 
 
 class TestASlowOuterAxis:
-    """Two nodes of four ranks: a node receives only elements that it needs and that none of its ranks holds."""
+    """Two nodes of four ranks. A node receives the elements which the node's ranks need, and which none of them has."""
 
     mesh = ProcessMesh.grid(node=2, gpu=4)
     shape = (4096, 4096)
@@ -178,7 +178,7 @@ def test_a_new_plan_is_made_in_a_millisecond(sizes, limit):
         taken.append(time.thread_time() - start)
         units.append(python_seconds())
     assert sorted(taken)[len(taken) // 2] < limit * sorted(units)[len(units) // 2], (taken, units)
-    assert python_ratio(lambda: plan(src, dst, shape, F32), rounds=100) < 0.01
+    assert python_ratio(lambda: [plan(src, dst, shape, F32) for _ in range(100)], rounds=20) < 100 * 0.005
 
 
 def test_a_plan_knows_nothing_of_the_meshes_before_it():

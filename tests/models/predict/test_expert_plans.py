@@ -95,6 +95,15 @@ def test_the_bound_of_experts_over_ranks_is_a_good_part_of_the_price_and_not_abo
         assert prices.stage_bound(candidate) > share * seconds
 
 
+def test_sums_of_experts_gradients_in_each_backward_pass_are_in_the_bound() -> None:
+    """Under zero=2 the gradients of each of eight microbatches are summed, under zero=1 those of the step."""
+    prices = prices_of_experts()
+    once, often = (prices.data.of_experts(Candidate(dp=8, ep=4, zero=zero, microbatches=8)) for zero in (1, 2))
+    assert once.of_backward == 0 < often.of_backward
+    assert often.busy - once.busy == pytest.approx(7 * once.at_last)
+    assert once.at_last == often.at_last > 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "forward"), [("exchange", 4), ("gather", 3)])
 def test_tokens_move_to_experts_and_back_in_every_pass_however_parameters_are_sharded(

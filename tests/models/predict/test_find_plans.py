@@ -244,12 +244,12 @@ def test_no_floor_by_runs_of_other_candidates_is_above_the_memory(axes: dict[str
     for known in candidates:
         memory = PlanMemory(workload=prices.workload, parameters=prices.memory.parameters)
         without = [memory.known_floor(each) for each in candidates]
-        assert not memory._parts, "a floor runs nothing"
+        assert not memory.parts.results() and not memory.saved.results(), "a floor runs nothing"
         memory.peak(known)
         floors = [memory.known_floor(each) for each in candidates]
         assert all(map(float.__le__, floors, map(float, peaks)))
         assert all(map(float.__gt__, floors, without)), "the run of one candidate tells of the others"
-        assert len(memory._parts) == 1
+        assert len(memory.parts.results()) == 1
 
 
 @pytest.mark.exhaustive

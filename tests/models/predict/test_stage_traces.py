@@ -1,4 +1,4 @@
-"""Traces that few runs on shapes give: in no price above the trace that is run, and near it."""
+"""`StageTraces`: a derived trace has no price above the price of the same candidate's run, and nearly this price."""
 
 from __future__ import annotations
 

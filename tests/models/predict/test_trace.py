@@ -205,6 +205,16 @@ def test_representatives(signatures: str, ahead: int, numbers: list[int]) -> Non
         assert {signatures[block] for block in each.blocks} == {signatures[each.number]}
 
 
+@pytest.mark.parametrize(
+    ("signatures", "numbers"),
+    [("aa", [0, 1]), ("aaaa", [0, 1]), ("baaaa", [0, 1, 2]), ("abababab", [0, 1, 2, 3])],
+)
+def test_no_block_of_its_own_at_the_end(signatures: str, numbers: list[int]) -> None:
+    representatives = choose_representatives(signatures, 1, behind=0)
+    assert [each.number for each in representatives] == numbers
+    assert sorted(block for each in representatives for block in each.blocks) == list(range(len(signatures)))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "options"),

@@ -128,7 +128,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWork:
-    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `data_work_of`."""
+    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `DataFloors`."""
 
     # Of the block with the least seconds:
     gathers: float  # to gather the parameters, in the forward pass of the first microbatch

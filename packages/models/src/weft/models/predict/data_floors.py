@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import add
 
 from .bounds import WITHOUT_DATA, DataWork, Parameters, data_work_of, floor_seconds, received_share
 from .chip import Chip
@@ -98,15 +99,11 @@ class DataFloors:
         Experts are summed over fewer ranks than all other parameters, by collectives beside theirs: the slower count.
         0 where some parameters are not trained.
         """
-        key = replace(
-            candidate, schedule="1f1b" if candidate.pp > 1 else None, chunks=1, context=None, recompute="none"
-        )
-        known = replace(key, cp=1, dp=candidate.data_ranks), candidate.dp, candidate.cp, candidate.microbatches
-        if known not in self._found:
-            self._found[known] = self._work_of_experts(candidate)
-        found = self._found[known]
-        assert found is not None, "no plan is refused here"
-        return found
+        sizes = candidate.pp, candidate.data_ranks, candidate.tp, candidate.ep, candidate.over_tp
+        known = *sizes, candidate.zero, candidate.microbatches
+        if known not in self._of_experts:
+            self._of_experts[known] = self._work_of_experts(candidate)
+        return self._of_experts[known]
 
     def _work_of_experts(self, candidate: Candidate) -> DataWork:
         parameters, workload, ranks = self.parameters, self.stages.workload, candidate.data_ranks
@@ -115,33 +112,34 @@ class DataFloors:
         folded = candidate.ep * (1 if candidate.over_tp else candidate.tp)
         experts = [nbytes / folded for nbytes in parameters.experts_in_blocks]
         shared_parameters = [
-            (nbytes - of_experts) / candidate.tp
-            for nbytes, of_experts in zip(parameters.in_blocks, parameters.experts_in_blocks, strict=True)
+            (nbytes - expert_bytes) / candidate.tp
+            for nbytes, expert_bytes in zip(parameters.in_blocks, parameters.experts_in_blocks, strict=True)
         ]
-        of_gather = min(1.0, workload.dtype.itemsize / parameters.itemsize)
-        of_sum = 1.0 if workload.reduce_dtype is None else workload.reduce_dtype.itemsize / parameters.itemsize
+        gather_share = min(1.0, workload.dtype.itemsize / parameters.itemsize)
+        summed = parameters.itemsize if workload.reduce_dtype is None else workload.reduce_dtype.itemsize
+        sum_share = min(1.0, summed / parameters.itemsize)
         is_whole, zero, microbatches = candidate.pp == 1, candidate.zero, candidate.microbatches
+        gathers_always = zero == 3 and is_whole
         floors = []
         for blocks, size, stride in (
             (shared_parameters, ranks, candidate.tp),
             (experts, ranks * candidate.tp // folded, 1),  # no other distance is faster
         ):
-            sums = [self._scattered(nbytes * min(1.0, of_sum), size, stride) for nbytes in blocks]
-            gathers = [self._scattered(nbytes * of_gather, size, stride) if zero else 0.0 for nbytes in blocks]
-            each_pass = zero > 1 or (is_whole and microbatches == 1)
-            backward = sums if each_pass else [0.0] * len(blocks)
-            if zero == 3 and is_whole:
-                backward = [of_sum + of_gather for of_sum, of_gather in zip(sums, gathers, strict=True)]
-            gathered = 2 * microbatches if zero == 3 and is_whole else 1
+            sums = [self._scattered(nbytes * sum_share, size, stride) for nbytes in blocks]
+            gathers = [self._scattered(nbytes * gather_share, size, stride) if zero else 0.0 for nbytes in blocks]
+            backward = sums if zero > 1 or (is_whole and microbatches == 1) else [0.0] * len(blocks)
+            if gathers_always:
+                backward = list(map(add, sums, gathers))
             floors.append(
                 DataWork(
                     gathers=min(gathers),
                     in_backward=min(backward),
                     gradients=0.0 if is_whole or zero > 1 else min(sums),
                     update=0.0,
-                    busy=(microbatches if zero > 1 else 1) * sum(sums) + gathered * sum(gathers),
+                    busy=(microbatches if zero > 1 else 1) * sum(sums)
+                    + (2 * microbatches if gathers_always else 1) * sum(gathers),
                     at_last=sum(sums) if is_whole else 0.0,
-                    of_forward=max(0.0, sum(gathers) - 2 * max(gathers)) if zero == 3 and is_whole else 0.0,
+                    of_forward=max(0.0, sum(gathers) - 2 * max(gathers)) if gathers_always else 0.0,
                     of_backward=max(0.0, sum(backward) - 2 * max(backward)),
                     under_way=2 * max(backward),
                 )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..parallel.plan import ParallelPlan
 from ..step.alike import block_names, choose_representatives, copy_blocks, signature
 from ..step.memory import predict_memory
-from ..step.record import StepShape
 from .bounds import Parameters, layers_of_stages, weights_floor
 from .memory import MemoryParts, SavedParts, compose, memory_parts, saved_parts, stage_peaks, undivided_bytes
 from .pipeline_time import even_stages
@@ -22,6 +21,7 @@ from .plans import Candidate
 from .trace import GATHERED_AHEAD
 from .workload import Workload
 
+T = TypeVar("T")
 LARGEST = 2**30  # no tp is larger
 SHORT = 8  # blocks enough to compose the memory of a model of alike blocks
 MEMORY_MICROBATCHES = 2  # the second adds to the gradients of the first
@@ -191,28 +191,21 @@ class PlanMemory:
 
         rows: of a microbatch, over all ranks. Raises ValueError for a candidate refused by the model.
         """
-        step = self._step(candidate, rows)
-        if step is None:
-            return None
-        with self.workload.autocast():
-            return memory_parts(*step, **self._options())
+        return self._follow(partial(memory_parts, **self._options()), candidate, rows)
 
     def run_forward(self, candidate: Candidate, rows: int) -> SavedParts | None:
         """`saved_parts` of a step, which runs the forwards alone. As `run`."""
-        step = self._step(candidate, rows)
-        if step is None:
-            return None
-        with self.workload.autocast():
-            return saved_parts(*step)
+        return self._follow(saved_parts, candidate, rows)
 
-    def _step(self, candidate: Candidate, rows: int) -> tuple[nn.Module, ProcessMesh, ParallelPlan, StepShape] | None:
-        """The short model, mesh, plan and shape of a run; None for a model without alike blocks."""
+    def _follow(self, find: Callable[..., T], candidate: Candidate, rows: int) -> T | None:
+        """The result of `find` for the short model under a candidate; None for a model without alike blocks."""
         model = self._short_model()
         if model is None:
             return None
-        plan = self.workload.plan_of(candidate, rows)
+        mesh, plan = ProcessMesh.grid(**candidate.axes), self.workload.plan_of(candidate, rows)
         shape = self.workload.shape(rows * candidate.microbatches, candidate.microbatches)
-        return model, ProcessMesh.grid(**candidate.axes), plan, shape
+        with self.workload.autocast():
+            return find(model, mesh, plan, shape)
 
     def _short_model(self) -> nn.Module | None:
         """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.

@@ -202,7 +202,11 @@ def search(
         unpriced[:] = [entry for entry in unpriced if entry[1] not in chosen]
         return closest
 
-    while (queue or (is_over and not found and (queue := take_closest()))) and len(found) < keep:
+    while len(found) < keep:
+        if not queue and is_over and not found:
+            queue = take_closest()
+        if not queue:
+            break
         if not is_over and clock() - begin > within:
             is_over = True
             unpriced = [entry for entry in queue if entry[2] <= len(bounds)]
