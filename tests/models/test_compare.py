@@ -17,6 +17,7 @@ import pytest
 import torch
 from weft.models.cli import main
 from weft.models.compare.record_file import DIGESTS, DigestFile, read_digests
+from weft.models.train.config import OptimizerConfig
 from weft.models.train.loop import train
 from weft.models.train.trainer import TrainingError
 
@@ -35,6 +36,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "a": (ONE, {"save_every": 1}),
     "b": (TP2, {}),
     "bug": (TP2, {}, "reduction-of-attention-missed"),
+    "faster": (ONE, {"steps": 1, "optimizer": OptimizerConfig(lr=2e-3, weight_decay=0.5)}),
     "other": (ONE, {"model": replace(MODEL, num_layers=3), "steps": 1}),
     "bare": (ONE, {"digests": 0, "steps": 1}),
 }
@@ -230,6 +232,13 @@ def test_a_run_against_tensors_of_another_shape_ends_with_an_error(folder: Path,
     options = {"against": folder / "turned", "digests": 0}
     (error,) = pool.run(trained, str(folder / "text.txt"), "square", {"dp": 1, "tp": 1}, options, ranks=1)
     assert re.search(r" has the shape \(.*\) in one run and \(.*\) in the other; compare two runs of one model$", error)
+
+
+def test_options_that_differ_are_named_beside_a_difference(weft: Any) -> None:
+    status, out, _ = weft("compare", "a", "faster")
+    assert status == 1 and "not rounding: step 1, update: " in out, out
+    differing = "steps is 3 and 1; optimizer.lr is 0.004 and 0.002; optimizer.weight_decay is 0.1 and 0.5"
+    assert out.endswith(f"  options of the two runs differ: {differing}\n")
 
 
 @pytest.mark.exhaustive

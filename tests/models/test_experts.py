@@ -22,11 +22,11 @@ from weft.models import (
     load_checkpoint,
     save_checkpoint,
     save_pretrained,
+    update_correction_biases,
 )
 from weft.models.config import ExpertOptions
 from weft.models.experts import MixtureOfExperts
 from weft.models.families import family_of, make_model
-from weft.models.step.loss_parts import update_correction_biases
 from weft.models.train.metrics_file import draw_load
 
 from tests.models.folders import close, gradient_in, their_model, tokens_for

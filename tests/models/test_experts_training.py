@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import cross_entropy
-from weft.models import QwenMoeConfig, RouterLosses, initialize, lora
+from weft.mesh import ProcessMesh
+from weft.models import (
+    ExpertPlan,
+    PipelinePlan,
+    QwenMoeConfig,
+    RouterLosses,
+    RouterReport,
+    forward_backward,
+    initialize,
+    lora,
+    parallelize,
+    update_correction_biases,
+)
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.step.find_gradients import find_gradients
@@ -88,6 +101,54 @@ def test_metrics_and_biases_are_those_of_one_process(
             assert torch.equal(each[name], alone[name])
             found.add(name)
     assert found == names
+
+
+def biases_of_a_program(axes: dict[str, int], changes: dict[str, Any]) -> dict[str, Tensor]:
+    """The correction biases of this rank's layers after two steps of a loop with `forward_backward`."""
+    model: Any = make_model(CONFIG)
+    initialize(model, 0)
+    if axes:
+        parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), **changes))
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    reports: list[RouterReport] = []
+    criterion = RouterLosses(cross_entropy, balance=0.01, report=reports.append)
+    for seed in range(2):
+        tokens = torch.randint(0, 257, (4, 9), generator=torch.Generator().manual_seed(seed))
+        forward_backward(model, criterion, tokens[:, :-1], tokens[:, 1:], microbatches=2, router=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        (report,) = reports
+        assert report.load.sum(1).tolist() == [4 * 8 * CONFIG.experts_per_token] * 3
+        update_correction_biases(model, reports.pop().load, CONFIG.router_bias_rate)
+    return {n: whole(each) for n, each in model.named_parameters() if n.endswith("correction_bias")}
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        pytest.param({"dp": 2, "tp": 1}, {"experts": ExpertPlan(size=2)}, id="experts"),
+        pytest.param({"pp": 2}, {"pipeline": PipelinePlan(microbatches=2)}, id="stages"),
+    ],
+)
+def test_a_program_balances_by_biases_as_one_process_does(
+    axes: dict[str, int], changes: dict[str, Any], pool: Pool
+) -> None:
+    alone = biases_of_a_program({}, {})
+    assert len(alone) == 3 and any(bias.any() for bias in alone.values())
+    found: dict[str, Tensor] = {}
+    for each in pool.run(biases_of_a_program, axes, changes, ranks=2):
+        assert all(torch.equal(bias, alone[name]) for name, bias in each.items())
+        found |= each
+    assert found.keys() == alone.keys()
+
+
+def test_biases_are_updated_with_loads_of_the_model() -> None:
+    model: Any = make_model(CONFIG)
+    with pytest.raises(ValueError, match=r"load has the shape \(4,\); give RouterReport.load of a step, \(3, 4\)"):
+        update_correction_biases(model, torch.zeros(4), 0.1)
+    without = make_model(replace(CONFIG, router_bias_rate=0.0))
+    with pytest.raises(ValueError, match="no correction biases; give QwenMoeConfig a router_bias_rate above 0"):
+        update_correction_biases(without, torch.zeros(3, 4), 0.1)
 
 
 def step_of(model: Any) -> UnreadStep:

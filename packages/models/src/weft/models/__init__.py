@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .step.find_gradients import clip_gradients
     from .step.followed_step import Memory
     from .step.forward_backward import forward_backward
-    from .step.loss_parts import RouterLosses
+    from .step.loss_parts import RouterLosses, RouterReport, update_correction_biases
     from .step.memory import predict_memory
     from .step.preference import DPOCriterion, KTOCriterion, PreferenceTargets, log_probabilities
     from .step.record import record
@@ -106,6 +106,8 @@ _HOMES = {
     "log_probabilities": ".step.preference",
     "record": ".step.record",
     "RouterLosses": ".step.loss_parts",
+    "RouterReport": ".step.loss_parts",
+    "update_correction_biases": ".step.loss_parts",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -149,6 +151,7 @@ __all__ = [
     "QwenMoe",
     "QwenMoeConfig",
     "RouterLosses",
+    "RouterReport",
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
@@ -179,6 +182,7 @@ __all__ = [
     "save_lora",
     "save_pretrained",
     "stream",
+    "update_correction_biases",
     "without_adapters",
 ]
 

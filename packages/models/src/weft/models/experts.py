@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Linear(hidden_size, num_experts, bias=False)
         self.sequence_load = SequenceLoad(num_experts) if seq_aux else None
         self.correction_bias = None
-        if options.correction_bias:  # not trained by gradients: see `step.loss_parts.update_correction_biases`
+        if options.correction_bias:  # not trained by gradients: see `update_correction_biases`
             self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
         self.experts = Experts(hidden_size, intermediate_size, num_experts)
         self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False) if shared_size else None

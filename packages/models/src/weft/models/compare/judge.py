@@ -39,7 +39,7 @@ class Finding:
     # Of a module's output or backward tensor: Weft's ops called by the module and the modules within. () for the whole
     # model, a parameter or a number.
     ops: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # lines to print: dtypes or replicas that differ
+    notes: tuple[str, ...] = ()  # lines to print: dtypes, replicas or the runs' options that differ
     exact: str = ""  # `Judge.exact`: if not "", the bits must be the same
 
     @property
@@ -219,6 +219,7 @@ class Judge:
         for digest, run in zip(pair, ("first", "second"), strict=True):
             if not digest.agrees:
                 notes.append(f"its replicas differ between ranks of the {run} run")
+        notes += _differing_options(*self.headers)
         total = float(squares.sum())
         # Not for Partial values, which have no hash: the ranks' addends differ between meshes.
         exact = self.exact if entry.is_hashed and other.is_hashed else ""
@@ -290,6 +291,15 @@ def _check_comparable(a: Header, b: Header) -> None:
             f"the runs divide a batch into {a.microbatches} and {b.microbatches} microbatches, of which each has "
             f"{' and '.join(a.by_microbatch)} of its own; compare runs with the same --plan.microbatches"
         )
+
+
+def _differing_options(a: Header, b: Header) -> list[str]:
+    """A line about the options that differ between two runs; none where all are equal, or where a file has none."""
+    if not (a.options and b.options):
+        return []
+    names = [name for name in {**a.options, **b.options} if a.options.get(name) != b.options.get(name)]
+    shown = [f"{name} is {a.options.get(name)!s:.60} and {b.options.get(name)!s:.60}" for name in names]
+    return [f"options of the two runs differ: {'; '.join(shown)}"] if shown else []
 
 
 def _share_explained(found: Finding) -> float:

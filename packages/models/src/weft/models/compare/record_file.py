@@ -169,6 +169,9 @@ class Header:
     seed: int
     # The facts on which the bits of a run depend, by name, as "exact": "dp=4,tp=2"; None without `plan.exact`.
     arithmetic: dict[str, str] | None = None
+    # The options on which losses depend beside the mesh and the plan, by dotted name, as "optimizer.lr": "0.001".
+    # Files of earlier versions have none.
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 DIGESTS = "digests.jsonl"

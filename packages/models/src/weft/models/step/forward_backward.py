@@ -27,6 +27,7 @@ from ..rope import link_positions_of_batch
 from .criterion import weight_criterion
 from .exact_refusals import exact_criterion
 from .find_gradients import find_gradients
+from .loss_parts import RouterLosses
 
 _SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward
 
@@ -84,7 +85,10 @@ def forward_backward(
     weighted = weight_criterion(criterion, batch, targets)
     if exact is not None:
         weighted = exact_criterion(criterion, weighted, exact)
-    return find_gradients(model, weighted, batch, sync).loss
+    result = find_gradients(model, weighted, batch, sync)
+    if isinstance(criterion, RouterLosses) and criterion.report is not None and result.parts is not None:
+        criterion.report(result.parts)
+    return result.loss
 
 
 def divide_batch(

@@ -23,6 +23,7 @@ from ..checks import check_coefficients, check_sizes
 from ..experts import MixtureOfExperts
 from ..initialization import local_slices
 from ..losses import local_value, sum_of_microbatches
+from ..parallel.parallelize import pipeline_of
 
 
 class RouterParts(NamedTuple):
@@ -89,11 +90,11 @@ def add_results(results: Sequence[LossWithParts]) -> StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
-    """The routers' parts of a step, the same on every rank: `StepResult.parts`."""
+    """The routers' parts of a step, the same on every rank. `forward_backward` gives them to `RouterLosses.report`."""
 
-    balance: Tensor  # scalar: the balance loss without its coefficient, a mean over microbatches
-    z: Tensor  # [layers with experts]: each layer's share of the z-loss without its coefficient, the sum of the shares
-    load: Tensor  # [layers with experts, E]: the tokens of the batch given to each expert
+    balance: Tensor  #: scalar: the balance loss without its coefficient, a mean over microbatches
+    z: Tensor  #: [layers with experts]: each layer's share of the z-loss without its coefficient, the sum of the shares
+    load: Tensor  #: [layers with experts, E]: the tokens of the batch given to each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class RouterLosses:
     z: float = 0.0  #: coefficient of the z-loss, 0 or more
     #: microbatches of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     microbatches: int = 1
+    #: called by `forward_backward` at the end of a step with the `RouterReport`, on every rank; None: not called
+    report: Callable[[RouterReport], object] | None = None
 
     def __post_init__(self) -> None:
         check_coefficients("RouterLosses", self, "balance", "z")
@@ -230,10 +233,19 @@ def _sum_load(statistics: Tensor, E: int) -> Tensor:
 def update_correction_biases(model: nn.Module, load: Tensor, rate: float) -> None:
     """Raise the correction bias of experts with less than the mean load by `rate`, and lower the busier experts' bias.
 
-    load: `RouterReport.load` of the step. Called after the optimizer's step. Communication: none.
+    Call it after the optimizer's step, on every rank, for a model with `QwenMoeConfig.router_bias_rate` above 0; biases
+    are not trained by gradients (DeepSeek-V3, arXiv:2412.19437).
+    load: [layers with experts, E], `RouterReport.load` of the step.
+    rate: by which a bias changes, as `QwenMoeConfig.router_bias_rate`.
+    Communication: none. Raises ValueError for a model without correction biases, and for a load of another shape.
     """
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.correction_bias is not None:
-            bias, own = module.correction_bias, load[module.layer]
-            part = local_slices(bias)
-            local_value(bias).add_(torch.sign(own.mean() - own).to(bias.dtype)[part], alpha=rate)
+    mixtures = [each for each in model.modules() if isinstance(each, MixtureOfExperts)]
+    if pipeline_of(model) is None and not any(each.options.correction_bias for each in mixtures):
+        raise ValueError("the model has no correction biases; give QwenMoeConfig a router_bias_rate above 0")
+    for mixture in mixtures:
+        bias, shape = mixture.correction_bias, (mixture.layers, mixture.options.num_experts)
+        if tuple(load.shape) != shape:
+            raise ValueError(f"load has the shape {tuple(load.shape)}; give RouterReport.load of a step, {shape}")
+        if bias is not None:  # None in layers of another stage
+            signs = torch.sign(load[mixture.layer].mean() - load[mixture.layer]).to(bias.dtype)
+            local_value(bias).add_(signs[local_slices(bias)], alpha=rate)

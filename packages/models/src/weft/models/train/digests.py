@@ -24,7 +24,7 @@ from ..layers import Dropout
 from ..parallel.parallelize import pipeline_of
 from .config import TrainConfig
 from .run import Run
-from .saved_run import ARITHMETIC
+from .saved_run import ARITHMETIC, options_of_losses
 
 
 def arithmetic_of(config: TrainConfig, device: torch.device) -> dict[str, Any] | None:
@@ -92,6 +92,7 @@ def header_of(run: Run, model: nn.Module) -> Header:
         data=run.corpus.sha256,
         seed=config.seed,
         arithmetic=None if arithmetic is None else {name: str(value) for name, value in arithmetic.items()},
+        options=options_of_losses(run),
     )
 
 

@@ -32,7 +32,7 @@ ARITHMETIC = "arithmetic"  # the entry with what the bits of a run with `plan.ex
 # Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("digests", "against", "data.path", "data.verify", "reference_zero", "reference_mesh"),
+    *("digests", "against", "data.path", "data.verify", "reference_zero", "reference_mesh", "track"),
 )
 
 
@@ -141,6 +141,12 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
     plain = _as_json_types(value)
     assert isinstance(plain, dict), "_as_json_types returns a dict for a dict"
     return plain
+
+
+def options_of_losses(run: Run) -> dict[str, str]:
+    """The options on which a run's losses depend beside the mesh and the plan, as text, by dotted name."""
+    options = _flatten(as_json(run.config))
+    return {name: str(value) for name, value in options if not _is_under(name, (*FREE, "mesh", "plan"))}
 
 
 def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
