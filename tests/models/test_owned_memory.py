@@ -2,14 +2,25 @@
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
-from weft.models import GPT, GPTConfig, from_pretrained, initialize, parallelize, save_checkpoint, save_pretrained
+from weft.models import (
+    GPT,
+    GPTConfig,
+    forward_backward,
+    from_pretrained,
+    initialize,
+    parallelize,
+    save_checkpoint,
+    save_pretrained,
+)
 
-from tests.models.cases import SMALL, make
+from tests.models.cases import SMALL, make, some_tokens
 
 MESHES = {"tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}, "dp4": {"dp": 4}}
 DOORS = ["folder", "checkpoint", "parallelized"]
@@ -63,3 +74,28 @@ def test_a_model_of_one_process_owns_its_parameters(tmp_path, kind, door):
     {"folder": save_pretrained, "checkpoint": save_checkpoint}[door](KINDS[kind](), tmp_path / "saved")
     storages, _ = memory_of(kind, door, {}, tmp_path / "saved")
     assert {name: sizes for name, sizes in storages.items() if sizes[0] != sizes[1]} == {}
+
+
+def states_of_a_trained_model():
+    """Sizes of a state_dict's storages and values after each of two steps, which change no copy of the state_dict."""
+    sizes, tokens = {}, some_tokens(SMALL, T=9)
+    for zero in (1, 2, 3):
+        model = make(SMALL)
+        parallelize(model, ProcessMesh.grid(dp=2), replace(model.parallel_plan(), zero=zero))
+        optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(2):
+            forward_backward(model, cross_entropy, tokens[:, :-1], tokens[:, 1:])
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {name: local(each) for name, each in model.state_dict().items()}
+            sizes |= {(zero, step, name): (e.untyped_storage().nbytes(), e.nbytes) for name, e in state.items()}
+            copies.append(copy.deepcopy(model.state_dict()))
+        for name, each in model.named_parameters():
+            assert torch.equal(local(copies[1][name]), local(each)), name
+            assert not torch.equal(local(copies[0][name]), local(each)), name
+    return sizes
+
+
+def test_a_state_dict_owns_its_memory_under_zero(pool):
+    for sizes in pool.run(states_of_a_trained_model, ranks=2):
+        assert {name: each for name, each in sizes.items() if each[0] != each[1]} == {}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.models.predict.bounds import WITHOUT_DATA, Seconds, StageWork, layers_of_stages, pipeline_floor
+from weft.models.predict.bounds import Seconds, StageSeconds, StageWork, layers_of_stages, pipeline_floor
+from weft.models.predict.data_work import WITHOUT_DATA, received_share
+from weft.models.predict.pipeline_flow import flow_floor
+from weft.models.predict.plan_memory import in_flight
 from weft.models.predict.plans import Candidate
+from weft.models.predict.schedule_bounds import bounds_of
 from weft.models.schedules.pipeline_plan import make_schedule
 from weft.models.schedules.schedule import NAMES, Action, ScheduleName, simulate
+from weft.reshard.world.collective_bytes import received_bytes
 
 SECONDS = st.one_of(st.just(1.0), st.floats(0.0, 3.0))
 
@@ -40,6 +46,44 @@ def test_no_schedule_ends_before_the_floor(
     assert floor <= simulate(schedule, duration).length * (1 + 1e-12)
 
 
+@given(
+    data=st.data(), name=st.sampled_from(["gpipe", "1f1b", "interleaved"]), ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 6), message=st.sampled_from([0.0, 0.25]),
+)  # fmt: skip
+def test_the_floor_in_the_order_of_a_schedule_is_its_length_and_above_the_floor_of_any_order(
+    data: st.DataObject, name: ScheduleName, ranks: int, microbatches: int, message: float
+) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    if name == "interleaved":
+        microbatches = ranks * max(1, microbatches // ranks)
+    seconds = [data.draw(st.lists(SECONDS, min_size=ranks * chunks, max_size=ranks * chunks)) for _ in range(3)]
+    forward, first_backward, backward = seconds
+    stages = StageSeconds(forward, first_backward, forward, backward)
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    begins, after = ([data.draw(st.floats(0.0, 2.0)) for _ in range(ranks)] for _ in range(2))
+    found = flow_floor(schedule, stages, message=message, begins=[0.0] * ranks, gradients=[0.0] * ranks)
+
+    def duration(action: Action) -> float:
+        of_backward = first_backward if action.microbatch == 0 else backward
+        return (forward if action.kind == "F" else of_backward)[action.stage]
+
+    if message == 0.0:
+        assert found == pytest.approx(simulate(schedule, duration).length)
+    of_any_order = pipeline_floor(
+        forward, backward, first_backward=first_backward, ranks=ranks, microbatches=microbatches, schedule=name,
+        message=message if ranks > 1 else 0.0,
+    )  # fmt: skip
+    assert found >= of_any_order * (1 - 1e-12)
+    later = flow_floor(schedule, stages, message=message, begins=begins, gradients=after)
+    assert found <= later <= found + max(begins) + max(after) + 1e-9
+
+
+def test_halves_of_a_backward_have_no_floor_in_order() -> None:
+    schedule, ones = make_schedule("zero_bubble", ranks=2, microbatches=2), [1.0, 1.0]
+    with pytest.raises(ValueError, match="'zero_bubble' splits the backward"):
+        flow_floor(schedule, StageSeconds(ones, ones, ones, ones), begins=ones, gradients=ones)
+
+
 @pytest.mark.parametrize(
     ("name", "chunks", "expected"),
     [
@@ -55,6 +99,42 @@ def test_the_floor_of_equal_stages_is_the_length_by_the_formula(name: ScheduleNa
     assert pipeline_floor(forward, backward, ranks=4, microbatches=8, schedule=name) == expected
     schedule = make_schedule(name, ranks=4, microbatches=8, chunks=chunks)
     assert simulate(schedule).length == expected
+
+
+@given(name=st.sampled_from(NAMES), ranks=st.integers(1, 6), microbatches=st.integers(1, 24), chunks=st.integers(2, 3))
+def test_the_facts_of_a_schedule_are_those_of_its_actions(
+    name: ScheduleName, ranks: int, microbatches: int, chunks: int
+) -> None:
+    if name == "interleaved":
+        microbatches = ranks * max(1, microbatches // ranks)
+    else:
+        chunks = 1
+    schedule, facts = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks), bounds_of(name)
+    assert facts.splits_backward == schedule.splits_backward
+    assert facts.in_flight(ranks, microbatches, chunks) == schedule.in_flight()[0] / chunks
+
+
+def test_a_schedule_without_bounds_is_refused_by_name() -> None:
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": "new"}
+    with pytest.raises(ValueError, match=r"schedule 'new'.*add a row to SCHEDULE_BOUNDS"):
+        pipeline_floor([1.0, 1.0], [1.0, 1.0], **options)
+    with pytest.raises(ValueError, match=r"schedule 'new'.*add a row to SCHEDULE_BOUNDS"):
+        in_flight(Candidate(pp=2, microbatches=2, schedule=options["schedule"]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+def test_the_share_received_is_that_counted_in_a_run(kind: str, ranks: int) -> None:
+    whole = 3 * ranks * ranks
+    own = whole // ranks
+    sizes = {"all-reduce": (whole, whole), "all-gather": (own, whole), "reduce-scatter": (whole, own)}
+    counted = received_bytes(kind, ranks, *sizes.get(kind, (own, own)))
+    assert received_share(kind, ranks) * whole == pytest.approx(counted)
+
+
+def test_a_kind_of_collective_whose_share_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'broadcast' over 4 ranks; add the share"):
+        received_share("broadcast", 4)
 
 
 @pytest.mark.parametrize(

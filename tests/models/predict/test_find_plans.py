@@ -15,8 +15,9 @@ from torch import nn
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from weft.models.plan_options import Recompute
-from weft.models.predict.bounds import data_work_of, floor_seconds
+from weft.models.predict.bounds import floor_seconds
 from weft.models.predict.chip import Chip, load_chip
+from weft.models.predict.data_work import data_work_of
 from weft.models.predict.events import Start
 from weft.models.predict.find_plans import check_stages, parameters_of, search_plans
 from weft.models.predict.plan_families import least_seconds, least_weights

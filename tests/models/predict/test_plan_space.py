@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from weft.models.predict.plans import (
@@ -138,6 +139,13 @@ def test_a_candidate_in_words(candidate: Candidate, expected: str) -> None:
 def test_sizes_below_one_are_refused(processes: int, rows: int) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         Space(processes=processes, rows=rows)
+
+
+@pytest.mark.parametrize("options", [{"schedules": ("1f1b", "new")}, {"fixed": {"schedule": "new"}}], ids=str)
+def test_a_schedule_without_bounds_is_refused_by_name(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.models.predict.plans.NAMES", (*NAMES, "new"))
+    with pytest.raises(ValueError, match=r"schedule 'new'.*add a row to SCHEDULE_BOUNDS"):
+        Space(processes=8, rows=8, **options)
 
 
 def test_the_uneven_rows_of_rank_0() -> None:

@@ -7,7 +7,7 @@ a step is conserved: at best, the ranks divide the work evenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add, sub
 from typing import NamedTuple
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ..schedules.schedule import ScheduleName
 from ..step.communication import Phase
 from .chip import Chip
-from .events import Compute, Event, Start, Trace, Wait
+from .data_work import PASSES, WITHOUT_DATA, DataWork
+from .events import Compute, Event, Place, Start, Trace, Wait
 from .plans import Candidate
-
-PHASES: tuple[Phase, ...] = ("forward", "backward")
+from .schedule_bounds import bounds_of
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
@@ -39,14 +39,15 @@ def pipeline_floor(
     """A lower bound of a pipeline's seconds, in any order of the actions.
 
     forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. message: seconds of a
-    message between stages. schedule: None means any schedule but zero_bubble.
+    message between stages. schedule: None means any schedule that does not split the backward.
     first_backward: seconds of the first microbatch's backward, whose gradients are new; later microbatches add to these
     gradients. None: as `backward`.
     A rank begins after the first microbatch has passed all earlier stages, and computes all microbatches. After the
-    rank's last backward, that microbatch passes the earlier stages on the way back. Under zero_bubble the way back is
-    not counted, because gradients of weights may be computed meanwhile.
+    rank's last backward, that microbatch passes the earlier stages on the way back. Where the schedule splits the
+    backward, the way back is not counted, because gradients of weights may be computed meanwhile.
+    Raises ValueError for a schedule without a row in `SCHEDULE_BOUNDS`.
     """
-    splits = schedule == "zero_bubble"
+    splits = schedule is not None and bounds_of(schedule).splits_backward
     first_backward = backward if first_backward is None else first_backward
     backward = first_backward if microbatches == 1 else backward
     floor, way_in, way_back = 0.0, 0.0, 0.0
@@ -126,52 +127,25 @@ class Seconds(NamedTuple):
         return Seconds(*map(sub, self, other))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataWork:
-    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `DataFloors`."""
+class Leads(NamedTuple):
+    """Seconds for which the device waits for the host at the beginning of a pipeline's action, at least."""
 
-    # Of the block with the least seconds:
-    gathers: float  # to gather the parameters, in the forward pass of the first microbatch
-    in_backward: float  # of all collectives in a backward pass
-    gradients: float  # to sum the gradients, after all microbatches
-    # Of all blocks:
-    update: float  # of the optimizer
-    busy: float  # of all collectives of parameters and gradients in a step, in turn
-    at_last: float  # of the collectives that start after the last backward pass has begun
-    # Of the collectives that a rank with all blocks starts in a pass, without those of two blocks: the rest is awaited.
-    of_forward: float
-    of_backward: float
-    under_way: float  # of two collectives, which a backward pass of a stage may leave unfinished
-
-    def with_passes(
-        self,
-        candidate: Candidate,
-        num_blocks: int,
-        passes: float,
-        last_backward: float | None = None,
-        *,
-        gathers_first: bool = True,
-    ) -> float:
-        """A lower bound of the candidate's seconds, given `passes`: seconds of all forward and backward passes.
-
-        last_backward: seconds of the work in the last backward pass on a rank with all blocks; None: of all passes.
-        gathers_first: False if `passes` has seconds of the host, which may issue ops while parameters are gathered.
-        A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
-        blocks gathers before the passes, too, except under zero=3, and may hide all other collectives in the passes.
-        """
-        gathers = self.gathers if gathers_first else 0.0
-        if candidate.pp > 1:
-            of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
-            # Of the rank with the most blocks, whose sums of all microbatches are in turn.
-            sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)
-            return max(passes, sums) + of_blocks + self.update / candidate.pp
-        before = 0.0 if candidate.zero == 3 else gathers * num_blocks
-        before += passes
-        last = passes if last_backward is None else max(last_backward, self.of_backward)
-        return max(self.busy, before, before - last + self.at_last) + self.update
+    before: float = 0.0  # of a forward that begins before the first block
+    forward: float = 0.0  # of a forward that begins with a block
+    after: float = 0.0  # of a backward that begins after the last block
+    backward: float = 0.0  # of a backward that begins with a block
 
 
-WITHOUT_DATA = DataWork(**dict.fromkeys((each.name for each in fields(DataWork)), 0.0))
+NO_LEADS = Leads()
+
+
+class StageSeconds(NamedTuple):
+    """Lower bounds of the seconds of a microbatch's passes, for each stage of a pipeline."""
+
+    first_forward: list[float]  # of the first microbatch
+    first_backward: list[float]
+    forward: list[float]  # of a later microbatch
+    backward: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +155,8 @@ class StageWork:
     # Running sums: before the first block, up to the end of block 0, of block 1, ..., and with the part after the last.
     first: tuple[Seconds, ...]  # of the first microbatch, whose gradients are new
     later: tuple[Seconds, ...]  # of a later microbatch, which adds to the gradients
+    first_leads: Leads = NO_LEADS
+    later_leads: Leads = NO_LEADS
 
     def seconds(
         self, candidate: Candidate, share: float = 1.0, *, message: float = 0.0, data: DataWork = WITHOUT_DATA
@@ -199,27 +175,39 @@ class StageWork:
             )
             host = first.host_forward + first.host_backward + more * (later.host_forward + later.host_backward)
             return max(device, host)
-        layers = layers_of_stages(len(self.later) - 2, candidate.pp * candidate.chunks)
-
-        def of_stages(sums_of: Sequence[Seconds]) -> list[Seconds]:
-            bounds = [Seconds(), *(sums_of[cut] for cut in accumulate(layers[:-1])), sums_of[-1]]
-            return [after.minus(before) for before, after in pairwise(bounds)]
-
-        def backward(sums_of: Sequence[Seconds]) -> list[float]:
-            return [
-                max(share * each.backward, each.host_backward, data.in_backward * blocks - data.under_way)
-                for each, blocks in zip(of_stages(sums_of), layers, strict=True)
-            ]
-
+        stages = self.of_stages(candidate, share, data)
         return pipeline_floor(
-            [max(share * each.forward, each.host_forward) for each in of_stages(self.later)],
-            backward(self.later),
-            first_backward=backward(self.first),
+            stages.forward,
+            stages.backward,
+            first_backward=stages.first_backward,
             ranks=candidate.pp,
             microbatches=candidate.microbatches,
             schedule=candidate.schedule,
             message=message,
         )
+
+    def of_stages(self, candidate: Candidate, share: float = 1.0, data: DataWork = WITHOUT_DATA) -> StageSeconds:
+        """The seconds of the candidate's stages. Arguments: as for `seconds`."""
+        layers = layers_of_stages(len(self.later) - 2, candidate.pp * candidate.chunks)
+
+        def seconds(sums_of: Sequence[Seconds], leads: Leads) -> list[list[float]]:
+            bounds = [Seconds(), *(sums_of[cut] for cut in accumulate(layers[:-1])), sums_of[-1]]
+            stages = [after.minus(before) for before, after in pairwise(bounds)]
+            inner = len(stages) - 1
+            forward_leads = [leads.before, *[leads.forward] * inner]
+            backward_leads = [*[leads.backward] * inner, leads.after]
+            return [
+                [
+                    max(share * each.forward + lead, each.host_forward)
+                    for each, lead in zip(stages, forward_leads, strict=True)
+                ],
+                [
+                    max(share * each.backward + lead, each.host_backward, data.in_backward * blocks - data.under_way)
+                    for each, lead, blocks in zip(stages, backward_leads, layers, strict=True)
+                ],
+            ]
+
+        return StageSeconds(*seconds(self.first, self.first_leads), *seconds(self.later, self.later_leads))
 
 
 def work_of(
@@ -229,8 +217,30 @@ def work_of(
 
     work, transfer: seconds of an event: the price, or a lower bound of the price. host: seconds of the host for an op.
     """
-    first, later = (_sums(trace, min(each, len(trace.times) - 1), work, transfer, host) for each in (0, 1))
-    return StageWork(first=first, later=later)
+    microbatches = [min(each, len(trace.times) - 1) for each in (0, 1)]
+    first, later = (_sums(trace, each, work, transfer, host) for each in microbatches)
+    first_leads, later_leads = (_leads(trace, each, work, transfer, host) for each in microbatches)
+    return StageWork(first=first, later=later, first_leads=first_leads, later_leads=later_leads)
+
+
+def _leads(
+    trace: Trace, microbatch: int, work: Callable[[Compute], float], transfer: Callable[[Start], float], host: float
+) -> Leads:
+    """The leads of a microbatch's actions, each from the first segment of the action."""
+    if not host:
+        return NO_LEADS
+
+    def leads(phase: Phase, outer: Place) -> tuple[float, float]:
+        of_parts: dict[Place | int, float] = {}
+        for segment in trace.select(phase=phase, microbatch=microbatch):
+            waits = _seconds_in_order(segment.events, work, transfer, host)
+            lead = waits - _seconds_in_order(segment.events, work, transfer)
+            for part in segment.blocks or (segment.place,):
+                of_parts.setdefault(part, lead)
+        of_block = min((of_parts.get(block, 0.0) for block in range(trace.num_blocks)), default=0.0)
+        return of_parts.get(outer, of_block), of_block
+
+    return Leads(*leads("forward", "before"), *leads("backward", "after"))
 
 
 def _sums(
@@ -239,7 +249,7 @@ def _sums(
     """`StageWork.first` or `later`, of a microbatch of the trace."""
     totals = {"before": Seconds(), "after": Seconds()}
     blocks = [Seconds()] * trace.num_blocks
-    for phase in PHASES:
+    for phase in PASSES:
         for segment in trace.select(phase=phase, microbatch=microbatch):
             launches = sum(event.num_launches for event in segment.events if isinstance(event, Compute))
             device = _seconds_in_order(segment.events, work, transfer)
@@ -253,90 +263,26 @@ def _sums(
 
 
 def _seconds_in_order(
-    events: Sequence[Event], work: Callable[[Compute], float], transfer: Callable[[Start], float]
+    events: Sequence[Event], work: Callable[[Compute], float], transfer: Callable[[Start], float], host: float = 0.0
 ) -> float:
     """The device's seconds for a segment: work in order, collectives beside the work, waits for collectives.
+
+    host: seconds in which the host issues an op, from the beginning of the segment on; 0: ops are issued ahead.
 
     Collectives of parameters and gradients are left out. Without a wait in the segment, a collective takes no time.
     work, transfer: seconds of an event.
     """
-    now, free, ends = 0.0, dict[str, float](), dict[int, float]()
+    now, issued, free, ends = 0.0, 0.0, dict[str, float](), dict[int, float]()
     for event in events:
         match event:
             case Compute():
-                now += work(event)
+                issued += event.num_launches * host
+                now = max(now, issued) + work(event)
             case Start(purpose=""):
                 free[event.group] = ends[event.number] = max(now, free.get(event.group, 0.0)) + transfer(event)
             case Wait():
                 now = max(now, ends.get(event.number, 0.0))
     return now
-
-
-def data_work_of(
-    trace: Trace, work: Callable[[Compute], float], transfer: Callable[[Start], float], *, gathers_always: bool
-) -> DataWork:
-    """The seconds of a trace's collectives of parameters and gradients, and of the update.
-
-    work, transfer: seconds of an event: the price, or a lower bound of the price. gathers_always: whether each pass
-    gathers the parameters, and not the step's first alone.
-    Collectives of different groups may run side by side: the group with the most seconds counts.
-    """
-    sums: dict[tuple[str, ...], list[float]] = {}  # by axes of a group: busy, at last
-    longest = 0.0  # of a block's collectives in a backward pass
-    of_blocks: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    update = 0.0
-    for segment in trace.segments:
-        copies = trace.count(segment)
-        is_first, is_last = segment.microbatch == 0, segment.microbatch == len(trace.times) - 1
-        if segment.phase == "optimizer":
-            update += copies * sum(work(each) for each in segment.events if isinstance(each, Compute))
-        for start in segment.events:
-            if not isinstance(start, Start) or not start.purpose:
-                continue
-            seconds = transfer(start)
-            found = sums.setdefault(start.axes, [0.0, 0.0])
-            found[0] += copies * seconds
-            if segment.phase == "gradients" or (segment.phase == "backward" and is_last):
-                found[1] += copies * seconds
-            if segment.phase == "backward" and segment.blocks:
-                longest = max(longest, seconds)
-            if segment.phase == "gradients" or (segment.phase in PHASES and is_first):
-                blocks = of_blocks.setdefault(start.axes, {})
-                totals = blocks.setdefault(segment.phase, [0.0] * trace.num_blocks)
-                for block in segment.blocks:
-                    totals[block] += seconds
-
-    def least(phase: Phase) -> float:
-        return max((min(each[phase], default=0.0) for each in of_blocks.values() if phase in each), default=0.0)
-
-    def awaited(phase: Phase) -> float:
-        totals = (each[phase] for each in of_blocks.values() if phase in each)
-        return max((sum(each) - 2 * max(each, default=0.0) for each in totals), default=0.0)
-
-    return DataWork(
-        gathers=least("forward"),
-        in_backward=least("backward"),
-        gradients=least("gradients"),
-        update=update,
-        busy=max((busy for busy, _ in sums.values()), default=0.0),
-        at_last=max((at_last for _, at_last in sums.values()), default=0.0),
-        of_forward=max(0.0, awaited("forward")) if gathers_always else 0.0,
-        of_backward=max(0.0, awaited("backward")),
-        under_way=2 * longest,
-    )
-
-
-def received_share(kind: str, ranks: int) -> float:
-    """The bytes that a rank receives in a collective of `ranks` ranks, divided by the bytes of the whole tensor.
-
-    For an all-to-all the whole is all ranks' parts together, equal in size.
-    """
-    match kind:
-        case "all-reduce":
-            return 2 * (ranks - 1) / ranks
-        case "all-to-all":
-            return (ranks - 1) / ranks**2
-    return (ranks - 1) / ranks
 
 
 def floor_seconds(compute: Compute, chip: Chip) -> float:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import add
 
-from .bounds import WITHOUT_DATA, DataWork, Parameters, data_work_of, floor_seconds, received_share
+from .bounds import Parameters, floor_seconds
 from .chip import Chip
+from .data_work import WITHOUT_DATA, DataWork, data_work_of, received_share
 from .events import Compute, Start
 from .plans import Candidate
 from .price import collective_seconds

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
-from typing import Literal, NamedTuple
 
-from ..schedules.schedule import Action, ActionKind, Schedule, as_prerequisite, simulate
+from ..schedules.schedule import ActionKind, Schedule
 from ..step.communication import Phase
 from .bounds import layers_of_stages
 from .chip import Chip
 from .events import Compute, Event, Segment, Start, Trace, Wait
+from .pipeline_flow import ActionFlow, Position, flow_of
 from .price import collective_seconds, product_bytes
 from .program import Loop, Pieces, PricedSegment
 from .timeline import PARTS, Clocks, Span, Timeline, TimePart
@@ -70,7 +69,7 @@ def time_pipeline(
             f"{trace.num_blocks} blocks must all be in one"
         )
     prices = _Prices(trace, chip, stages, compiled=compiled, world=world)
-    flow = _flow_of(schedule)
+    flow = flow_of(schedule)
     durations = [
         prices.of_action(kind, stage, _traced_microbatch(position, trace.times))
         for kind, stage, position in flow.durations
@@ -99,78 +98,9 @@ def time_pipeline(
     return Timeline(seconds=math.fsum(parts), parts=dict(zip(PARTS, parts, strict=True)), spans=spans)
 
 
-Position = Literal["first", "between", "last"]  # of a microbatch in the step
-
-
 def _traced_microbatch(position: Position, times: Sequence[int]) -> int:
     """The number of the trace's microbatch that stands for a schedule's microbatch at `position`."""
     return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
-
-
-class _FlowStep(NamedTuple):
-    """An action of a schedule, in a `_Flow`."""
-
-    action: Action
-    rank: int
-    duration: int  # index in `_Flow.durations`
-    needed: int  # index in `_Flow.steps` of the step on the neighbouring stage with the action's input; -1: none
-    is_sent: bool  # whether the input comes from another rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Flow:
-    """A schedule's actions, in an order in which each comes after the actions it needs. Computed once a schedule."""
-
-    ranks: int
-    steps: tuple[_FlowStep, ...]
-    durations: tuple[tuple[ActionKind, int, Position], ...]  # (kind, stage, position): equal actions last equally
-
-    def ends(self, seconds: Sequence[float], message: float, begins: Sequence[float]) -> list[float]:
-        """The end of each step in seconds. Sends do not wait; a message delays the receiver.
-
-        seconds: by index of `durations`. message: seconds of a message. begins: when each rank is ready to start.
-        """
-        free = list(begins)
-        ends: list[float] = []
-        for _, rank, duration, needed, is_sent in self.steps:
-            begin = free[rank]
-            if needed >= 0:
-                arrival = ends[needed] + message if is_sent else ends[needed]
-                if arrival > begin:
-                    begin = arrival
-            free[rank] = end = begin + seconds[duration]
-            ends.append(end)
-        return ends
-
-    def last_ends(self, ends: Sequence[float]) -> list[float]:
-        """The end of each rank's last step. ends: from `ends`."""
-        last = [0.0] * self.ranks
-        for step, end in zip(self.steps, ends, strict=True):
-            last[step.rank] = end
-        return last
-
-
-@lru_cache(maxsize=64)
-def _flow_of(schedule: Schedule) -> _Flow:
-    rank_of = {stage: rank for rank, own in enumerate(schedule.stages) for stage in own}
-    spans = simulate(schedule).spans  # each a slot or more long, so needed actions begin earlier
-    ordered = sorted((begin, rank, action) for rank, own in enumerate(spans) for action, begin, _ in own)
-    positions: dict[Action, int] = {}
-    durations: dict[tuple[ActionKind, int, Position], int] = {}
-    steps: list[_FlowStep] = []
-    for _, rank, action in ordered:
-        kind, stage, microbatch = action
-        position: Position = "between"
-        if microbatch == 0:
-            position = "first"
-        elif microbatch == schedule.microbatches - 1:
-            position = "last"
-        neighbour = {"F": stage - 1, "B": stage + 1, "I": stage + 1, "W": -1}[kind]
-        needed = positions.get(Action("F" if kind == "F" else "B", neighbour, microbatch), -1)
-        duration = durations.setdefault((kind, stage, position), len(durations))
-        positions[as_prerequisite(action)] = len(steps)
-        steps.append(_FlowStep(action, rank, duration, needed, needed >= 0 and rank_of[neighbour] != rank))
-    return _Flow(schedule.ranks, tuple(steps), tuple(durations))
 
 
 def _add(*parts: Parts) -> Parts:
@@ -314,7 +244,7 @@ def split_weight_gradients(event: Event, tokens: Collection[int]) -> tuple[Event
 
 
 def _spans(
-    flow: _Flow,
+    flow: ActionFlow,
     ends: Sequence[float],
     seconds: Sequence[float],
     gathers: Sequence[Parts],

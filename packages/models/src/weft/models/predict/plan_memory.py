@@ -18,6 +18,7 @@ from .memory import MemoryParts, SavedParts, compose, memory_parts, saved_parts,
 from .pipeline_time import even_stages
 from .plan_runs import KnownRuns
 from .plans import Candidate
+from .schedule_bounds import bounds_of
 from .trace import GATHERED_AHEAD
 from .workload import Workload
 
@@ -64,7 +65,8 @@ class PlanMemory:
         """A lower bound of `peak`, with the activations of all microbatches in flight on rank 0.
 
         Gradients are counted together with activations only if a step has more microbatches than are in flight: a
-        forward pass then follows a backward pass. Never under zero_bubble. With "ep": `weights_floor`.
+        forward pass then follows a backward pass. Never where the schedule splits the backward.
+        With "ep": `weights_floor`.
         """
         if candidate.ep > 1:
             return self.weights_floor(candidate)
@@ -88,7 +90,8 @@ class PlanMemory:
 
     def _floor(self, candidate: Candidate, saved: float) -> float:
         """`floor`, given the least bytes that rank 0 saves for a microbatch."""
-        adds = candidate.microbatches > in_flight(candidate) and candidate.schedule != "zero_bubble"
+        splits = candidate.schedule is not None and bounds_of(candidate.schedule).splits_backward
+        adds = candidate.microbatches > in_flight(candidate) and not splits
         with_saved = self.weights_floor(candidate, gradients=adds) + saved * in_flight(candidate)
         if candidate.zero == 3 and candidate.pp == 1 and self.parameters.in_blocks:
             # The backward pass begins with the last block, whose parameters are gathered.
@@ -257,15 +260,9 @@ def least_tp(sizes_of_tp: Iterable[int]) -> tuple[int, int]:
 
 def in_flight(candidate: Candidate) -> float:
     """The most microbatches whose activations rank 0 holds at once, as a mean over the rank's stages."""
-    count, ranks, chunks = candidate.microbatches, candidate.pp, candidate.chunks
     if candidate.schedule is None:
         return 1.0
-    if candidate.schedule == "gpipe":
-        return float(count)
-    if chunks == 1:
-        return float(min(count, ranks))
-    size = count // max(1, count // ranks)  # of a round
-    return min(count * chunks, (chunks - 1) * size + 2 * (ranks - 1) + 1) / chunks
+    return bounds_of(candidate.schedule).in_flight(candidate.pp, candidate.microbatches, candidate.chunks)
 
 
 def _shorten(workload: Workload) -> nn.Module | None:

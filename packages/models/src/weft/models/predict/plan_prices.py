@@ -10,20 +10,22 @@ from typing import Any
 
 from ..plan_options import Recompute
 from .bounds import (
-    WITHOUT_DATA,
-    DataWork,
     StageWork,
     floor_seconds,
+    layers_of_stages,
     work_of,
 )
 from .chip import Chip
 from .data_floors import DataFloors
+from .data_work import WITHOUT_DATA, DataWork
 from .estimate import Estimate, estimate
 from .events import Start
+from .pipeline_flow import flow_floor
 from .plan_memory import PlanMemory
 from .plan_runs import PlanRun, unmade
 from .plans import Candidate, reason_of
 from .price import collective_seconds, seconds_of
+from .schedule_bounds import bounds_of
 from .search import Bound
 from .stage_traces import STAGE, StageTraces
 from .trace import RUN_MICROBATCHES
@@ -69,6 +71,7 @@ class PlanPrices:
             Bound(TIME, self.data_bound, runs=self._data_runs),
             Bound(TIME, self.shared_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(_shared(each))),
             Bound(TIME, self.stage_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
+            Bound(TIME, self.flow_bound, runs=lambda each: self._data_runs(each) + self._stage_runs(each)),
             Bound(ACTIVATIONS, self.gathered_bound, runs=self._gathered_runs),
         ]
 
@@ -173,6 +176,32 @@ class PlanPrices:
         last = work.later if candidate.microbatches > 1 else work.first
         return self._with_passes(data, candidate, seconds, max(last[-1].backward, last[-1].host_backward))
 
+    def flow_bound(self, candidate: Candidate) -> float:
+        """Seconds of a pipeline's actions in the order of the schedule, each as in `stage_bound`; 0 without stages."""
+        data, own, schedule = self.data.work(candidate), self._own_stage(candidate), candidate.make_schedule()
+        if data is None or own is None or schedule is None or schedule.splits_backward:
+            return 0.0
+        work = self._prices(*own)
+        if work is None:
+            return 0.0
+        layers = layers_of_stages(len(self.memory.parameters.in_blocks), schedule.num_stages)
+
+        def of_ranks(of_block: float, outer: tuple[float, float]) -> list[float]:
+            """A rank has the model's part before the blocks with the first stage, the part after with the last."""
+            found = [of_block * sum(layers[stage] for stage in stages) for stages in schedule.stages]
+            found[0] += outer[0]
+            found[-1] += outer[1]
+            return found
+
+        passes = flow_floor(
+            schedule,
+            work.of_stages(candidate, data=data),
+            message=self._message(candidate, self.stages.trace(*own).message_bytes),
+            begins=of_ranks(data.gathers, data.outer_gathers),
+            gradients=of_ranks(data.gradients, data.outer_gradients),
+        )
+        return ROUNDING * (passes + data.update / candidate.pp)
+
     def _with_passes(
         self, data: DataWork, candidate: Candidate, passes: float, last_backward: float | None = None
     ) -> float:
@@ -275,14 +304,18 @@ class PlanPrices:
         """
         if work is None:
             return 0.0
-        splits = candidate.schedule == "zero_bubble"
+        splits = candidate.schedule is not None and bounds_of(candidate.schedule).splits_backward
         known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share, data)
         if known not in self._seconds:
-            stride = candidate.processes // candidate.pp
-            sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=nbytes)
-            message = self._transfer(sent) if nbytes else 0.0
+            message = self._message(candidate, nbytes)
             self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, data=data)
         return self._seconds[known]
+
+    def _message(self, candidate: Candidate, nbytes: int) -> float:
+        """Seconds of a message of `nbytes` between stages; 0 without bytes."""
+        stride = candidate.processes // candidate.pp
+        sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=nbytes)
+        return self._transfer(sent) if nbytes else 0.0
 
     def _floors(self, key: Candidate, rows: int, stride: int = 1, slower: float = 1.0) -> StageWork | None:
         """Lower bounds of the work of a microbatch, and of the moves of tokens over "ep"; None if refused.

@@ -17,6 +17,7 @@ from ..checks import divisors
 from ..plan_options import Context, Recompute, Zero
 from ..schedules.pipeline_plan import PipelinePlan, make_schedule
 from ..schedules.schedule import NAMES, Schedule, ScheduleName
+from .schedule_bounds import bounds_of
 
 if TYPE_CHECKING:
     from ..parallel.plan import ParallelPlan
@@ -133,7 +134,7 @@ class Space:
 
     An option without effect keeps a single value: `sequence` with tp=1, `zero` without a second rank holding the same
     parameters, `context` with cp=1, `schedule` with pp=1. Every number of microbatches divides the rows.
-    Raises ValueError for processes or rows below 1.
+    Raises ValueError for processes or rows below 1, and for a schedule without a row in `SCHEDULE_BOUNDS`.
     """
 
     processes: int
@@ -152,6 +153,9 @@ class Space:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be 1 or more")
+        for schedule, _ in self._schedules():
+            if schedule is not None:
+                bounds_of(schedule)
 
     def meshes(self) -> Iterator[Candidate]:
         """Every way to write `processes` as pp x dp x cp x tp, as candidates without further options."""

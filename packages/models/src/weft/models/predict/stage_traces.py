@@ -205,8 +205,8 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
         products = tuple(
             tuple(map(total, zip(*each, strict=True))) for each in zip(*(each.sizes for each in counted), strict=True)
         )
-        squares = (len({M, N, K}) < 3 for each in counted if first.kind == "product" for _, M, N, K in each.sizes)
-        if any(squares):  # in a trace with squares, an operand and the transpose count once
+        # In a trace with a square operand, the operand and the transpose count once.
+        if first.kind == "product" and len({*map(_squares, (products, *(each.sizes for each in counted)))}) > 1:
             nbytes = min(nbytes, sum(product_bytes(each, first.dtype) for each in products))
         flops = total([each.flops for each in counted])
         return replace(first, nbytes=nbytes, flops=flops, sizes=products)
@@ -218,6 +218,11 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
         for each in zip(*(trace.segments for trace in traces), strict=True)
     )
     return replace(traces[0], segments=segments, message_bytes=total([each.message_bytes for each in traces]))
+
+
+def _squares(products: Sequence[Sequence[int]]) -> tuple[tuple[bool, bool, bool], ...]:
+    """Which operands of products (batch, M, N, K) are square."""
+    return tuple((M == N, N == K, M == K) for _, M, N, K in products)
 
 
 def _form(segment: Segment) -> tuple[object, ...]:

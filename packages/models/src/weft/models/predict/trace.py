@@ -50,7 +50,7 @@ def trace_step(
     traces. by_gradient: a sum for each gradient, for `merge_sums`; False: in buckets of `shape.bucket_bytes`.
     only_passes: trace the forward and backward passes of the first two microbatches alone, to save time.
     The step is the rank's second. The first, of one microbatch, makes tables, of rotary angles for instance, and finds
-    the order of gathers and the layouts of summed gradients.
+    the order of gathers and the layouts of summed gradients. Where no gradients are summed, a forward makes the tables.
     On a mesh with "pp" the trace is of a single stage with all blocks, on the mesh without "pp"; `Segment.blocks` tells
     the stages apart. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
@@ -74,7 +74,9 @@ def trace_step(
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
-        replace(ready, microbatches=ready.microbatches[:1]).run(lambda phase: None, clip_norm=clip_norm)
+        sums_nothing = only_passes and plan.zero == 0  # the last microbatch's backward, which is left out, sums
+        first = replace(ready, microbatches=ready.microbatches[:1])
+        first.run(_stop_after_forward if sums_nothing else lambda phase: None, clip_norm=clip_norm)
         ready.model.zero_grad()
         observer = Observer(ready.model, prefix, representatives, len(times))
         ready.recorded.listener = observer.on_call
@@ -100,6 +102,10 @@ def trace_step(
             message_bytes=observer.message_bytes,
         )
         return trace if by_gradient else merge_sums(trace, bucket_bytes)
+
+
+def _stop_after_forward(phase: Phase) -> None:
+    raise StopStep
 
 
 def _run_passes(ready: PreparedStep, observer: Observer) -> None:

@@ -32,7 +32,7 @@ ARITHMETIC = "arithmetic"  # the entry with what the bits of a run with `plan.ex
 # Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("digests", "against", "data.path", "data.verify", "reference_zero", "reference_mesh", "track"),
+    *("digests", "against", "data.path", "data.verify", "reference_zero", "reference_mesh"),
 )
 
 
@@ -146,7 +146,7 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
 def options_of_losses(run: Run) -> dict[str, str]:
     """The options on which a run's losses depend beside the mesh and the plan, as text, by dotted name."""
     options = _flatten(as_json(run.config))
-    return {name: str(value) for name, value in options if not _is_under(name, (*FREE, "mesh", "plan"))}
+    return {name: str(value) for name, value in options if not _is_under(name, (*FREE, "mesh", "plan", "track"))}
 
 
 def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:

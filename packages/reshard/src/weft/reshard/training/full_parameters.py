@@ -122,11 +122,15 @@ class FullParameter:
             self._shard_view = self._shard
             self._shard_view.data = self.buffer[self._shard_slices]
 
-    def free(self) -> None:
-        """Frees the buffer's memory; a shard viewing the buffer gets separate memory first."""
+    def separate_shard(self) -> None:
+        """Gives a shard viewing the buffer separate memory. The shard may become a view at the next gather."""
         if self._shard_view is not None:
             self._shard_view.data = self._shard_view.clone()
             self._shard_view = None
+
+    def free(self) -> None:
+        """Frees the buffer's memory; a shard viewing the buffer gets separate memory first."""
+        self.separate_shard()
         self._storage.resize_(0)
         self.filled_state = None
 

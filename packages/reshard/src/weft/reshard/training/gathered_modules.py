@@ -51,8 +51,15 @@ def gather_when_called(
         for slot in slots:
             slot.module.__dict__.setdefault(_LAYOUTS, {})[slot.name] = slot.layout
         module.__class__ = with_mixin(_UnitCall, type(module))
+        module.register_state_dict_pre_hook(_separate_shards)  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(model_gathering.before_forward)
     model.register_forward_hook(model_gathering.after_forward, always_call=True)
+
+
+def _separate_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Hook before a module's `state_dict()`: entries own their memory, to be copied and saved alone."""
+    unit: Unit = module.__dict__[_UNIT]
+    unit.separate_shards()
 
 
 def gathering_units(module: nn.Module) -> list[Unit]:

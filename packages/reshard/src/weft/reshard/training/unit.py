@@ -183,6 +183,16 @@ class Unit:
             if not full.active_units:
                 full.free()
 
+    def separate_shards(self) -> None:
+        """Gives shards that are views of full copies separate memory. Called before the module's `state_dict()`.
+
+        torch cannot deepcopy a DTensor whose local tensor begins inside a storage, as shards of later ranks would.
+        """
+        for slot in self._slots:
+            full = self.model_gathering.get(slot.parameter)
+            if full is not None:
+                full.separate_shard()
+
     def _entries(self) -> list[_Entry]:
         """Each slot with its shard and full copy, except slots whose parameter an enclosing unit has swapped."""
         if len(self._copies) < len(self._slots):
