@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class Judge:
             self.exact = ""  # the steps before are unknown, and may have been taken without `plan.exact`
         for found in self._judge(a, b, pairs, weights):
             if not found.difference <= found.allowed:
-                self.finding = found
+                self.finding = replace(found, notes=(*found.notes, *_differing_options(*self.headers)))
                 break
             if self.largest is None or _share_explained(found) > _share_explained(self.largest):
                 self.largest = found
@@ -219,7 +219,6 @@ class Judge:
         for digest, run in zip(pair, ("first", "second"), strict=True):
             if not digest.agrees:
                 notes.append(f"its replicas differ between ranks of the {run} run")
-        notes += _differing_options(*self.headers)
         total = float(squares.sum())
         # Not for Partial values, which have no hash: the ranks' addends differ between meshes.
         exact = self.exact if entry.is_hashed and other.is_hashed else ""

@@ -268,7 +268,6 @@ def _seconds_in_order(
     """The device's seconds for a segment: work in order, collectives beside the work, waits for collectives.
 
     host: seconds in which the host issues an op, from the beginning of the segment on; 0: ops are issued ahead.
-
     Collectives of parameters and gradients are left out. Without a wait in the segment, a collective takes no time.
     work, transfer: seconds of an event.
     """

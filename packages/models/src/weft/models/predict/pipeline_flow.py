@@ -14,7 +14,7 @@ Position = Literal["first", "between", "last"]  # of a microbatch in the step
 
 
 class FlowStep(NamedTuple):
-    """An action of a schedule, in a `ActionFlow`."""
+    """An action of a schedule, in an `ActionFlow`."""
 
     action: Action
     rank: int
@@ -68,7 +68,7 @@ def flow_floor(
 
     stages: lower bounds of the passes on each stage. message: seconds of a message between stages. begins: when each
     rank is ready to start. gradients: seconds of each rank after its last action.
-    No action ends earlier where none takes longer, so lower bounds in the order of the schedule give a lower bound.
+    Shorter actions in the same order end no later, so lower bounds of all actions bound the end, too.
     Raises ValueError for a schedule that splits the backward.
     """
     if schedule.splits_backward:
@@ -85,6 +85,7 @@ def flow_floor(
 
 @lru_cache(maxsize=64)
 def flow_of(schedule: Schedule) -> ActionFlow:
+    """The actions of a schedule, ordered by the times of `simulate`."""
     rank_of = {stage: rank for rank, own in enumerate(schedule.stages) for stage in own}
     spans = simulate(schedule).spans  # each a slot or more long, so needed actions begin earlier
     ordered = sorted((begin, rank, action) for rank, own in enumerate(spans) for action, begin, _ in own)

@@ -90,8 +90,7 @@ class PlanMemory:
 
     def _floor(self, candidate: Candidate, saved: float) -> float:
         """`floor`, given the least bytes that rank 0 saves for a microbatch."""
-        splits = candidate.schedule is not None and bounds_of(candidate.schedule).splits_backward
-        adds = candidate.microbatches > in_flight(candidate) and not splits
+        adds = candidate.microbatches > in_flight(candidate) and not candidate.splits_backward
         with_saved = self.weights_floor(candidate, gradients=adds) + saved * in_flight(candidate)
         if candidate.zero == 3 and candidate.pp == 1 and self.parameters.in_blocks:
             # The backward pass begins with the last block, whose parameters are gathered.

@@ -25,7 +25,6 @@ from .plan_memory import PlanMemory
 from .plan_runs import PlanRun, unmade
 from .plans import Candidate, reason_of
 from .price import collective_seconds, seconds_of
-from .schedule_bounds import bounds_of
 from .search import Bound
 from .stage_traces import STAGE, StageTraces
 from .trace import RUN_MICROBATCHES
@@ -304,8 +303,8 @@ class PlanPrices:
         """
         if work is None:
             return 0.0
-        splits = candidate.schedule is not None and bounds_of(candidate.schedule).splits_backward
-        known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share, data)
+        of_schedule = candidate.pp, candidate.chunks, candidate.microbatches, candidate.splits_backward
+        known = (*key, *of_schedule, share, data)
         if known not in self._seconds:
             message = self._message(candidate, nbytes)
             self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, data=data)

@@ -58,6 +58,11 @@ class Candidate:
         return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes the gradients of weights apart. Raises ValueError as `bounds_of`."""
+        return self.schedule is not None and bounds_of(self.schedule).splits_backward
+
+    @property
     def data_ranks(self) -> int:
         """dp x cp: the number of ranks over which ZeRO shards a parameter outside experts."""
         return self.dp * self.cp

@@ -12,8 +12,8 @@ class ScheduleBounds(NamedTuple):
     """The facts of a schedule by which a plan's seconds and bytes are bounded."""
 
     splits_backward: bool  # as `Schedule.splits_backward`
-    # A mean over the stages of rank 0: of the most microbatches whose activations the rank holds at once. Called with
-    # the ranks, the microbatches and the chunks of the schedule.
+    # The most microbatches whose activations rank 0 holds at once, as a mean over the rank's stages. Called with the
+    # schedule's ranks, microbatches and chunks.
     in_flight: Callable[[int, int, int], float]
 
 
