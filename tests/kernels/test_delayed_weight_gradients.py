@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import grouped_matmul, linear, rms_norm, swiglu_linear
 from weft.kernels.dispatch.delayed_weight_gradients import allow_delayed_weight_gradients, delay_weight_gradients
+from weft.reshard.training.hooks import takes_none
 
 
 class Ran(TorchDispatchMode):
@@ -53,7 +54,8 @@ def test_a_delayed_gradient_is_the_same_and_is_computed_once(inputs_too: bool) -
     wanted, x.grad = x.grad, None
     apart = parameters()
     hooked: list[bool] = []
-    apart[1].register_post_accumulate_grad_hook(lambda parameter: hooked.append(parameter.grad is not None))
+    hook = takes_none(lambda parameter: hooked.append(parameter.grad is not None))
+    apart[1].register_post_accumulate_grad_hook(hook)
     with Ran() as halves:
         with allow_delayed_weight_gradients():
             made = output(x, *apart)
@@ -70,6 +72,20 @@ def test_a_delayed_gradient_is_the_same_and_is_computed_once(inputs_too: bool) -
     assert wanted is None or torch.equal(x.grad, wanted)
     for each, other in zip(apart, together, strict=True):
         assert torch.equal(each.grad, other.grad)
+
+
+@pytest.mark.parametrize("post", [False, True])
+def test_a_parameter_with_a_hook_of_the_program_never_waits(post: bool) -> None:
+    x, weight, calls = torch.ones(2, 3), nn.Parameter(torch.ones(4, 3)), list[Tensor | None]()
+    register = weight.register_post_accumulate_grad_hook if post else weight.register_hook
+    register(lambda given: calls.append(given.grad if post else given))
+    with allow_delayed_weight_gradients():
+        made = linear(x, weight)
+    with delay_weight_gradients() as later:
+        made.sum().backward()
+    assert later == []
+    assert len(calls) == 1
+    assert calls[0] is not None
 
 
 def test_outside_nothing_waits_and_what_is_no_parameter_never_does() -> None:

@@ -96,6 +96,13 @@ def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
         "not proved: the time was over with 3 plans left, of which none takes less than 1.5 s; the best may be 25.0% "
         "faster than plan 1; --within inf ends with a proof"
     )
+    plans = [SimpleNamespace(seconds=seconds) for seconds in (1.2, 1.4, 2.0)]
+    *_, proof, rest = certificate_lines(certificate, plans)
+    assert proof == "proved by this model: no plan without a price is faster than plan 2, 1.4 s"
+    assert rest == (
+        "not proved below: the time was over with 3 plans left, of which none takes less than 1.5 s; --within inf ends "
+        "with a proof"
+    )
 
 
 @pytest.mark.parametrize(

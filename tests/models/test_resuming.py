@@ -366,3 +366,32 @@ def test_a_profile_needs_five_steps_after_the_checkpoint(config: TrainConfig, fi
         f"--profile traces steps 3 to 5 of this process, and {12 - first_step} of 12 steps are left after step "
         f"{first_step}; raise --steps to {first_step + 5}, or leave out --profile"
     )
+
+
+@pytest.mark.parametrize(
+    "what", [["--resume", "run"], ["--output", "run", "--resume"], ["--resume", "run/checkpoint-4", "--output", "new"]]
+)
+def test_fewer_steps_than_the_checkpoint_has_are_refused_before_anything_is_written(
+    what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.models.cli.train.launch", lambda *_, **__: pytest.fail("a run was started"))
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *what, "--steps", "3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "weft train: --steps is 3, but run/checkpoint-4 was saved after step 4; give --steps above 4, or resume an "
+        "earlier checkpoint into a folder of its own with --resume PATH --output FOLDER\n"
+    )
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("steps", "done"), [("4", True), ("5", False)])
+def test_a_run_without_steps_left_says_so_first(
+    steps: str, done: bool, config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.models.cli.train.launch", lambda *_, **__: 0)
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "run", "--steps", steps])
+    said = "all 4 steps are done; give --steps above 4 to go on; the final model is saved again\n"
+    assert (said in capsys.readouterr().out) is done

@@ -32,6 +32,10 @@ def with_rows(config: TrainConfig, rows: int) -> TrainConfig:
     return replace(config, data=replace(config.data, batch_size=rows))
 
 
+def members_of(space: Space) -> list[Candidate]:
+    return [member for family in space.families() for member in space.members(family)]
+
+
 @pytest.mark.parametrize("processes", [1, 2, 6, 8, 12, 17])
 def test_meshes_are_all_ways_to_use_every_process(processes: int) -> None:
     meshes = list(Space(processes=processes, rows=1).meshes())
@@ -56,7 +60,7 @@ def test_accepted_candidates_are_those_that_train_accepts(config: TrainConfig, p
     config = with_rows(config, rows)
     space = Space(processes=processes, rows=rows, num_experts=getattr(config.model, "num_experts", 0))
     accepted, refused = set(), Counter[str]()
-    for member in (member for family in space.families() for member in space.members(family)):
+    for member in members_of(space):
         try:
             config_with(config, member)
         except ValueError as error:
@@ -79,6 +83,16 @@ def test_every_option_is_enumerated() -> None:
     assert set(NAMES) - set(SEARCHED_SCHEDULES) == {"zero_bubble"}
     assert {each.sequence for each in found} == {False, True}
     assert {each.microbatches for each in found} == {1, 2, 4, 8}
+
+
+def test_a_space_contains_its_candidates_alone() -> None:
+    fixed = {"recompute": "full"}
+    every = {each for experts in (0, 4) for each in members_of(Space(processes=4, rows=6, num_experts=experts))}
+    for experts, kept in product((0, 4), ({}, fixed)):
+        space = Space(processes=4, rows=6, num_experts=experts, fixed=kept)
+        members = set(members_of(space))
+        changed = {replace(each, microbatches=5) for each in members} | {replace(each, dp=3) for each in members}
+        assert members and {each for each in every | changed if each in space} == members
 
 
 def test_a_schedule_that_is_named_is_enumerated() -> None:

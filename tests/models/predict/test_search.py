@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -179,9 +181,9 @@ def test_candidates_cut_before_the_time_is_over_are_not_left_over() -> None:
     outcome = search(
         candidates, bounds_of(eager=2), lambda p: (p.seconds, None), keep=2, within=10, clock=lambda: next(ticks)
     )
-    # Two results, at 1 and 2 s: of the candidates without a price, only candidate 4 may be faster.
+    # Two results, at 1 and 2 s: of the candidates without a price, 2, 3 and 4 may be faster.
     assert [found.candidate.number for found in outcome.found] == [0, 1]
-    assert (outcome.certificate.left, outcome.certificate.least_left) == (1, 0.9)
+    assert (outcome.certificate.left, outcome.certificate.least_left) == (3, 0.7)
     assert outcome.certificate.cut == {"first": 2}
 
 
@@ -230,6 +232,57 @@ def test_families_left_when_the_time_is_over_count_with_all_members() -> None:
     proof = search(families, bounds_of(), lambda p: (p.seconds, None), within=2, clock=lambda: next(ticks)).certificate
     assert proof.left + proof.priced == 9
     assert proof.left >= 6
+
+
+def suggesting(points: Iterable[Point], keys: Mapping[Point, float]) -> Callable[[object], list[tuple[object, Point]]]:
+    """`suggest` of `search`. keys: of the families of points, by member."""
+    return lambda is_over: [(keys.get(each), each) for each in points]
+
+
+def test_a_suggested_candidate_is_a_result_when_the_time_is_over() -> None:
+    """Candidates 20 and 21 have the least bounds, and prices far above."""
+    families = [family_of([Point(10 * n + i, 1.0 + n + i, (0.0, 0.0)) for i in range(3)]) for n in range(3)]
+    loose = [Point(30 + n, 50.0 + n, (0.1, 0.1)) for n in range(2)]
+    keys = {member: family.key for family in families for member in family.members()[0]}
+    chosen = [each for each in keys if each.number in (10, 12)]
+    asked: list[float] = []
+
+    def suggest(is_over: Callable[[], bool]) -> list[tuple[object, Point]]:
+        asked.append(is_over())
+        return suggesting(chosen, keys)(is_over)
+
+    ticks = iter([0, *[4] * 9, *[99] * 99])
+    outcome = search(
+        *([*families, *loose], bounds_of(), lambda p: (p.seconds, None)),
+        keep=2, within=10, suggest=suggest, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert asked == [False]
+    assert outcome.found[0].candidate.number == 10
+    proof = outcome.certificate
+    assert proof.left + proof.priced + sum(proof.cut.values()) + sum(proof.refused.values()) == proof.enumerated == 11
+
+
+@given(points(), st.integers(1, 12), st.integers(1, 5), st.data())
+def test_suggestions_change_no_result_of_a_complete_search(
+    candidates: list[Point], keep: int, size: int, data: st.DataObject
+) -> None:
+    families = [
+        family_of(candidates[start : start + size], 0.5, {"odd": 1}) for start in range(0, len(candidates), size)
+    ]
+    keys = {member: family.key for family in families for member in family.members()[0]}
+    chosen = data.draw(st.lists(st.sampled_from(candidates))) if candidates else []
+    late = itertools.chain([0], itertools.repeat(5))
+    outcome, expected = (
+        search(
+            *(families, bounds_of(), lambda p: (p.seconds, p.number if p.seconds < math.inf else "it cannot run")),
+            keep=keep, within=within, suggest=suggest, clock=lambda: next(late),
+        )
+        for within, suggest in ((10, suggesting(chosen, keys)), (math.inf, None))
+    )  # fmt: skip
+    assert outcome.found == expected.found
+    proof = outcome.certificate
+    assert proof.is_complete
+    assert proof.enumerated == proof.priced + sum(proof.cut.values()) + sum(proof.refused.values())
 
 
 def test_no_candidates_find_nothing() -> None:

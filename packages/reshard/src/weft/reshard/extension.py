@@ -33,6 +33,7 @@ from .moving.tree import stacked_shape
 from .moving.waits import WaitTimer, measure_waits, wait_for
 from .planning.layouts import cotangent, partial_axes, shard_replicated_axes
 from .training.buckets import observing_buckets
+from .training.cut_models import CutModel
 from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
     gather_when_called,
@@ -42,7 +43,7 @@ from .training.gathered_modules import (
     with_fixed_parameters,
 )
 from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
-from .training.hooks import differentiable, tensors_of
+from .training.hooks import differentiable, tensors_of, with_mixin
 from .training.pending_gradient import GradPlaceholder
 from .training.separate_uses import separate_use
 from .training.unit import ParameterSlot
@@ -74,6 +75,7 @@ __all__ = [
     "NAMED",
     "Call",
     "Collective",
+    "CutModel",
     "Fold",
     "FoldIndex",
     "FoldedMesh",
@@ -148,6 +150,7 @@ __all__ = [
     "torch_layout",
     "wait_for",
     "with_fixed_parameters",
+    "with_mixin",
     "world",
     "world_cache",
     "wrap",

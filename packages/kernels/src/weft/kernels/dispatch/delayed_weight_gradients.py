@@ -32,7 +32,8 @@ def delay_weight_gradients() -> Iterator[DelayedGradients]:
     `linear` delays only if the forward ran inside `allow_delayed_weight_gradients`; outside, `linear` may have used
     torch's own function.
     A delayed parameter's hooks run twice: in backward with None for the gradient (a post-accumulate hook then sees the
-    old `.grad`), and again when the delayed function runs.
+    old `.grad`), and again when the delayed function runs. So a parameter is delayed only if every hook is marked with
+    a true attribute `takes_none`, as GradientSync's are; a program's own hooks would see None, or run once too often.
     """
     global _delayed
     previous, _delayed = _delayed, []
@@ -82,6 +83,12 @@ class _DelayedBackward(torch.autograd.Function):
         return None, *ctx.compute()
 
 
+def _takes_none(parameter: Tensor) -> bool:
+    """Whether every gradient hook of the parameter may be called without a gradient."""
+    hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return all(getattr(hook, "takes_none", False) for each in hooks if each for hook in each.values())
+
+
 def compute_gradients(
     ctx: Any,
     weights: Sequence[int],
@@ -105,7 +112,8 @@ def compute_gradients(
     for i in weights:
         if i < len(needed) and needed[i]:  # a call may leave out the last operands, for example biases
             node = ctx.next_functions[sum(ctx.is_tensor[:i])][0]  # next_functions has an entry for each tensor
-            if hasattr(node, "variable"):  # the operand is a parameter: its node accumulates into `.grad`
+            # The operand is a parameter if its node accumulates into `.grad`.
+            if hasattr(node, "variable") and _takes_none(node.variable):
                 parameters[i] = node.variable
     if not parameters:
         return compute(needed)

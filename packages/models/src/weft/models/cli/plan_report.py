@@ -118,14 +118,16 @@ def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> I
     )
     for reason, count in sorted(certificate.refused.items(), key=lambda pair: -pair[1]):
         yield f"  {count:>9,} refused: {reason}"
-    last = f"plan {len(plans)}, {plans[-1].seconds:.4g} s" if plans else "any plan"
-    if certificate.is_complete:
+    proved = len(plans) if certificate.is_complete else sum(each.seconds <= certificate.least_left for each in plans)
+    if proved or certificate.is_complete:
+        last = f"plan {proved}, {plans[proved - 1].seconds:.4g} s" if plans else "any plan"
         yield f"proved by this model: no plan without a price is faster than {last}"
-    else:
+    if not certificate.is_complete:
         best = plans[0].seconds if plans else math.inf
+        faster = f"the best may be {certificate.gap(best):.1%} faster than plan 1; "
         yield (
-            f"not proved: the time was over with {certificate.left:,} plans left, of which none takes less than "
-            f"{certificate.least_left:.4g} s; the best may be {certificate.gap(best):.1%} faster than plan 1; "
+            f"not proved{' below' if proved else ''}: the time was over with {certificate.left:,} plans left, of which "
+            f"none takes less than {certificate.least_left:.4g} s; {'' if proved else faster}"
             f"--within inf ends with a proof"
         )
 

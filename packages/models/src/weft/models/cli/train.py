@@ -22,7 +22,7 @@ from ..train.metrics_file import METRICS, check_logged, check_trackers, read_log
 from ..train.model_class import check_blocks, check_class, check_named_cuts, count_adapters
 from ..train.report import opening_lines
 from ..train.run import Run, axes_of, check_reference, title_of
-from ..train.saved_run import check_same_run, logged_of, read_saved
+from ..train.saved_run import check_same_run, check_steps, logged_of, read_saved
 from ..train.task_config import reference_of
 from ..train.toml import as_toml
 from .arguments import OwnOptions, is_printing_rank, report_bad_input
@@ -166,12 +166,13 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             notes += ["the final model is saved with its adapters merged: the run begins with no Hugging Face folder"]
     if resume is not None:
         saved = read_saved(resume)
+        steps_done = check_steps(saved, resume, config.steps)
         # on rank 0 alone: it may be cutting the file while other ranks would read
         if is_printing_rank():
             if (logged := logged_of(saved, resume, folder)) is not None:
                 check_logged(folder / METRICS, logged)
             read_logged(folder / METRICS, saved.get("step", 0))
-        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, new_run)]
+        notes = [*steps_done, *notes, f"goes on from {resume}", *check_same_run(saved, new_run)]
         check_same_model(resume, config.model)
         if "config" not in saved and config.task == "pretrain":  # a converted checkpoint names no data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)

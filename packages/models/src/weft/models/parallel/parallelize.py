@@ -22,6 +22,7 @@ from .boundaries import check_preparations, hook_preparations, hook_tensor_paral
 from .context import check_context, hook_context
 from .experts.placement import check_experts, expert_meshes, hook_experts
 from .local_modules import hook_rows
+from .module_functions import hook_module_functions, hook_stage_loading
 from .parameter_layouts import (
     check_parameters,
     check_zero,
@@ -165,6 +166,7 @@ def _lay_out_on(
         recomputes = any(module_plan.plan.recompute != "none" for module_plan in recompute_plans)
         hook_rows(model, mesh, by_block=in_stage is not None or stored_layouts != layouts or recomputes)
     hook_zero(model, module_plans, layouts, stored_layouts)
+    hook_module_functions(model)
     if exact is not None and in_stage is None:
         model.register_forward_pre_hook(partial(_refuse_outside, exact))
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
@@ -206,7 +208,7 @@ def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pip
     model_cut = KNOWN_CUT.get() or cut(model, pipeline, schedule)
     coordinate = mesh.coordinate(this_rank())
     assert coordinate is not None, "a model is laid out by the ranks of its mesh"
-    exact, trained = exact_of(plan), dict(model.named_parameters())
+    exact, trained, state_names = exact_of(plan), dict(model.named_parameters()), set(model.state_dict())
     if exact is not None:
         for name in model_cut.shared(schedule.rank_of):
             if trained[name].requires_grad:
@@ -221,11 +223,12 @@ def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pip
         in_stage=lambda module: not model_cut.stages_of(module).isdisjoint(own),
         weights_wait=schedule.splits_backward,
     )
+    hook_stage_loading(model, state_names)
     stages.route_calls(model)
     object.__setattr__(
         model,
         PIPELINE_ATTRIBUTE,
-        Pipeline(pipeline, schedule, mesh, stages, parameters, shares_casts=shares_casts(plan)),
+        Pipeline(model, pipeline, schedule, mesh, stages, parameters, shares_casts=shares_casts(plan)),
     )
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return model

@@ -6,19 +6,18 @@ A lower bound of a change's seconds, or a memory above the limit, spares the pri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ..schedules.schedule import ScheduleName
 from .forks import Forks
+from .neighbors import for_memory, neighbors
 from .plan_prices import PlanPrices
 from .plan_runs import PlanRuns
-from .plans import RECOMPUTES, ZEROS, Candidate
+from .plans import Candidate
 
 MOST = 5  # plans returned
 TRIED = 8  # plans tried; a price costs a run on shapes
-SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2))  # to try, with stages on a rank
 WORTH = 0.005  # least share of the step to be saved
 
 
@@ -70,7 +69,8 @@ def advise(
         except ValueError:  # refused by the model
             return False
 
-    changes = list(filter(is_allowed, neighbors(candidate, parts) if fits else for_memory(candidate)))
+    tried = neighbors(candidate, parts)[:TRIED] if fits else for_memory(candidate)
+    changes = list(filter(is_allowed, tried))
     if fits:
         runs.prepare(prices.even_runs([candidate.recompute]))
         changes = list(filter(may_be_faster, changes))
@@ -94,95 +94,3 @@ def advise(
         )
         for changed, each in islice((found for found in faster if is_within_memory(found[1])), MOST)
     ]
-
-
-def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidate]:
-    """Up to `TRIED` plans with a single decision changed, for as many processes; for the longest parts first.
-
-    parts: seconds of the candidate's step, as in `Estimate.parts`.
-    """
-    found: dict[Candidate, float] = {}
-    for part, changes in (
-        ("bubble", _for_bubble(candidate)),
-        ("communication", _for_communication(candidate)),
-        ("products", _for_products(candidate)),
-        ("memory_bound", _for_memory_bound(candidate)),
-    ):
-        for change in changes:
-            found.setdefault(change, parts[part])
-    return sorted(found, key=lambda each: -found[each])[:TRIED]
-
-
-def _for_bubble(candidate: Candidate) -> Iterator[Candidate]:
-    """Changes against a pipeline's bubble: schedules, more microbatches, fewer stages."""
-    if candidate.pp == 1:
-        return
-    for schedule, chunks in SCHEDULES:
-        if (schedule, chunks) != (candidate.schedule, candidate.chunks):
-            yield replace(candidate, schedule=schedule, chunks=chunks)
-    yield replace(candidate, microbatches=candidate.microbatches * 2)
-    yield _moved(candidate, "pp", "dp")
-
-
-def _for_communication(candidate: Candidate) -> Iterator[Candidate]:
-    """Changes toward collectives of fewer bytes, in smaller groups, or over faster links."""
-    if candidate.tp > 1:
-        yield replace(candidate, sequence=not candidate.sequence)
-        yield _moved(candidate, "tp", "dp")
-    if candidate.cp > 1:
-        yield replace(candidate, context="ulysses" if candidate.context == "all_gather" else "all_gather")
-        yield _moved(candidate, "cp", "dp")
-    for zero in ZEROS:
-        if zero != candidate.zero:
-            yield replace(candidate, zero=zero)
-    if candidate.dp > 1:
-        yield _moved(candidate, "dp", "tp")
-    if candidate.microbatches > 1:
-        yield replace(candidate, microbatches=candidate.microbatches // 2)
-
-
-def _for_products(candidate: Candidate) -> Iterator[Candidate]:
-    """Changes toward less recomputation, or larger products."""
-    for recompute in RECOMPUTES[: RECOMPUTES.index(candidate.recompute)]:
-        yield replace(candidate, recompute=recompute)
-    if candidate.microbatches > 1:
-        yield replace(candidate, microbatches=candidate.microbatches // 2)
-
-
-def _for_memory_bound(candidate: Candidate) -> Iterator[Candidate]:
-    """Changes that divide elementwise work over more ranks, or avoid recomputing it."""
-    if candidate.tp > 1 and not candidate.sequence:
-        yield replace(candidate, sequence=True)
-    yield from _for_products(candidate)
-
-
-def for_memory(candidate: Candidate) -> list[Candidate]:
-    """Plans with a single decision changed to lower a rank's memory."""
-    found = [replace(candidate, zero=zero) for zero in ZEROS if zero > candidate.zero]
-    found += [replace(candidate, recompute=each) for each in RECOMPUTES[RECOMPUTES.index(candidate.recompute) + 1 :]]
-    found.append(replace(candidate, microbatches=candidate.microbatches * 2))
-    if candidate.tp > 1 and not candidate.sequence:
-        found.append(replace(candidate, sequence=True))
-    return [*found, *(_moved(candidate, "dp", axis) for axis in ("tp", "pp", "cp") if candidate.dp > 1)]
-
-
-def _moved(candidate: Candidate, source: str, target: str) -> Candidate:
-    """The candidate with axis `source` halved and axis `target` doubled; unchanged where `source` is odd.
-
-    Options are adapted to axes of size 1 and to new axes.
-    """
-    sizes = {axis: getattr(candidate, axis) for axis in (source, target)}
-    if sizes[source] % 2:
-        return candidate
-    changed = replace(candidate, **{source: sizes[source] // 2, target: sizes[target] * 2})
-    if changed.tp == 1:
-        changed = replace(changed, sequence=False)
-    if changed.cp == 1:
-        changed = replace(changed, context=None)
-    elif changed.context is None:
-        changed = replace(changed, context="all_gather")
-    if changed.pp == 1:
-        changed = replace(changed, schedule=None, chunks=1)
-    elif changed.schedule is None:
-        changed = replace(changed, schedule="1f1b", microbatches=max(changed.microbatches, 2 * changed.pp))
-    return changed

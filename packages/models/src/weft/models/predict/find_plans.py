@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from .chip import Chip, load_chip
 from .estimate import Estimate
 from .events import Compute
 from .forks import Forks
+from .local_search import local_search
 from .plan_families import accepted_sizes, families_by_memory, families_by_time
 from .plan_memory import PlanMemory, least_tp
 from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices
 from .plan_runs import PlanRuns, unmade
-from .plans import Candidate, Space
+from .plans import Candidate, Space, family_of
 from .search import Bound, CandidateFamily, Certificate, search
 from .stage_traces import StageTraces, least_two
 from .work import count_experts
@@ -154,10 +155,15 @@ def search_plans(
             stages=stages,
         )
         runs.prepare(prices.even_runs(space.recomputes))
+
+        def suggest(is_over: Callable[[], bool]) -> Iterator[tuple[Candidate, Candidate]]:
+            for each in local_search(space, check, prices, runs, is_over):
+                yield family_of(each), each
+
         outcome = search(
             *(families_by_time(space, check, prices), prices.bounds(), prices.price),
             fits=prices.fits, keep=keep, within=within,
-            price_runs=prices.price_runs, fit_runs=prices.fit_runs, prepare=runs.prepare,
+            price_runs=prices.price_runs, fit_runs=prices.fit_runs, prepare=runs.prepare, suggest=suggest,
         )  # fmt: skip
         proof = outcome.certificate
         if not proof.priced and proof.is_complete and not proof.cut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
@@ -179,13 +179,33 @@ class Space:
         """Every candidate with sequence, zero and recompute at the simplest values; see `members`."""
         counts = divisors(self.rows)
         for mesh in self.meshes():
-            contexts: tuple[Context | None, ...] = self.contexts if mesh.cp > 1 else (None,)
-            schedules = list(self._schedules()) if mesh.pp > 1 else [(None, 1)]
-            for experts in self._expert_sizes(mesh):
-                for context, (schedule, chunks), count in product(contexts, schedules, counts):
-                    family = replace(experts, context=context, schedule=schedule, chunks=chunks, microbatches=count)
-                    if self._allows(family, "ep", "over_tp", "context", "schedule", "chunks", "microbatches"):
-                        yield family
+            yield from self._families_on(mesh, self._expert_sizes(mesh), counts)
+
+    def _families_on(
+        self, mesh: Candidate, sizes_of_experts: Iterable[Candidate], counts: Iterable[int]
+    ) -> Iterator[Candidate]:
+        """counts: of microbatches."""
+        contexts: tuple[Context | None, ...] = self.contexts if mesh.cp > 1 else (None,)
+        schedules = list(self._schedules()) if mesh.pp > 1 else [(None, 1)]
+        for experts in sizes_of_experts:
+            for context, (schedule, chunks), count in product(contexts, schedules, counts):
+                family = replace(experts, context=context, schedule=schedule, chunks=chunks, microbatches=count)
+                if self._allows(family, "ep", "over_tp", "context", "schedule", "chunks", "microbatches"):
+                    yield family
+
+    def __contains__(self, candidate: Candidate) -> bool:
+        """Whether the candidate is a member of a family of the space."""
+        mesh = Candidate(pp=candidate.pp, dp=candidate.dp, cp=candidate.cp, tp=candidate.tp)
+        if mesh.processes != self.processes or self.rows % candidate.microbatches:
+            return False
+        if not self._allows(mesh, "pp", "dp", "cp", "tp"):
+            return False
+        experts = replace(mesh, ep=candidate.ep, over_tp=candidate.over_tp)
+        if experts not in self._expert_sizes(mesh):
+            return False
+        family = family_of(candidate)
+        families = self._families_on(mesh, [experts], [candidate.microbatches])
+        return family in families and candidate in self.members(family)
 
     def _schedules(self) -> Iterator[tuple[ScheduleName | None, int]]:
         fixed = self.fixed.get("schedule")
@@ -223,6 +243,11 @@ class Space:
             [each for each in zeros if self.fixed.get("zero", each) == each],
             [each for each in self.recomputes if self.fixed.get("recompute", each) == each],
         )
+
+
+def family_of(candidate: Candidate) -> Candidate:
+    """The candidate that stands for the family of a member in `Space.families`."""
+    return replace(candidate, sequence=False, zero=0, recompute="none")
 
 
 def check_members(

@@ -114,6 +114,7 @@ def search(
     price_runs: Callable[[C], Sequence[Any]] = _no_runs,
     fit_runs: Callable[[C], Sequence[Any]] = _no_runs,
     prepare: Callable[[Sequence[Any], Iterable[Sequence[Any]]], None] | None = None,
+    suggest: Callable[[Callable[[], bool]], Iterable[tuple[Any, C]]] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome[C]:
     """Find the `keep` candidates with the fewest seconds, in order; at equal seconds the simplest first.
@@ -125,11 +126,14 @@ def search(
         and the reason for `Certificate.refused`.
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for candidates that are no slower
         than the last result, and after `within` for priced candidates. None: all candidates fit.
-    within: seconds after which the search ends: of the candidates with the most bounds known, the `keep` with the least
-        bounds are still priced, and where none of these fits, the next. The certificate counts the candidates left.
+    within: seconds after which the search ends: with less than `keep` candidates priced, of the candidates with the
+        most bounds known those with the least bounds are still priced, `keep` at once until one fits. The certificate
+        counts the candidates left.
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
+    suggest: finds good candidates without bounds, to be priced at once; each with the `key` of its family. Called once,
+        after a third of `within`, with a function that says whether five sixths are over.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. A candidate
     whose price is the least of all prices and bounds left is tried for memory, and is then the next result. So the
     search ends with the last result, and the results are those of pricing every candidate.
@@ -202,7 +206,35 @@ def search(
         unpriced[:] = [entry for entry in unpriced if entry[1] not in chosen]
         return closest
 
+    def take_suggestions() -> list[_Entry]:
+        """The queue with the prices of suggested candidates, whose families are listed."""
+        nonlocal num_priced
+        assert suggest is not None
+        suggested = list(suggest(lambda: clock() - begin > within * 5 / 6))
+        keys, chosen = {key for key, _ in suggested}, {candidate.complexity for _, candidate in suggested}
+        listed, pending = list[_Entry](), list[_Entry]()
+        for entry in queue:
+            if entry[2] < 0 and entry[4].key in keys:
+                members, impossible = entry[4].members()
+                refused.update(impossible)
+                listed += (each for member in members for each in entries(member))
+            else:
+                listed.append(entry)
+        for entry in listed:
+            least, complexity, stage, name, candidate, value = entry
+            if 0 <= stage <= len(bounds) and complexity in chosen:
+                make_ready(len(bounds), candidate)
+                least, value = price(candidate)
+                num_priced += least < math.inf
+                refused.update([value] if least == math.inf else [])
+                entry = least, complexity, len(bounds) + 1, name, candidate, value
+            pending += [entry] if least < math.inf else []
+        heapq.heapify(pending)
+        return pending
+
     while len(found) < keep:
+        if suggest is not None and clock() - begin > within / 3:
+            queue, suggest = take_suggestions(), None
         if not queue and is_over and not found:
             queue = take_closest()
         if not queue:
@@ -210,7 +242,10 @@ def search(
         if not is_over and clock() - begin > within:
             is_over = True
             unpriced = [entry for entry in queue if entry[2] <= len(bounds)]
-            queue = sorted([*(entry for entry in queue if entry[2] > len(bounds)), *take_closest()])
+            queue = [entry for entry in queue if entry[2] > len(bounds)]
+            if len(found) + len(queue) < keep:
+                queue += take_closest()
+            heapq.heapify(queue)
             continue
         least, complexity, stage, name, candidate, value = heapq.heappop(queue)
         make_ready(stage, candidate)

@@ -50,9 +50,9 @@ def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], t
       batch at once: one microbatch whose targets are not sharded.
     - A criterion with an unset `denominator` and a reduction other than "sum" is passed the number of tokens (or the
       sum of the tokens' weights) in the whole batch. The tokens are counted before the step: inside the criterion, all
-      ranks would wait for each other between forward and backward. With a single microbatch the criterion counts by
-      itself. Exception: `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is given: each rank
-      has all targets, and counts here without communication.
+      ranks would wait for each other between forward and backward. With a single microbatch a criterion whose
+      `denominator` has the default None counts by itself. Exception: `targets` is plain, the microbatch's targets are
+      a DTensor, and no `weight` is given: each rank has all targets, and counts here without communication.
     - Any further criterion is returned unchanged.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
@@ -68,7 +68,8 @@ def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], t
         return criterion
     weight = options.get("weight")
     has_all_targets = isinstance(microbatches[0].targets, DTensor) and not isinstance(targets, DTensor)
-    if len(microbatches) == 1 and (weight is not None or not has_all_targets):
+    counts_itself = options["denominator"] is None  # False for a parameter without a default
+    if counts_itself and len(microbatches) == 1 and (weight is not None or not has_all_targets):
         return criterion
     index = options.get("ignore_index", IGNORE_INDEX)
     if not isinstance(weight, Tensor):

@@ -78,10 +78,7 @@ def forward_backward(
     with exact_sums(exact):
         batch = divide_batch(model, tokens, targets, count, inputs)
     if sync is None:
-        sync = vars(model).get(_SYNC)
-        if sync is None:
-            sync = GradientSync(model)
-            object.__setattr__(model, _SYNC, sync)
+        sync = _own_sync(model)
     weighted = weight_criterion(criterion, batch, targets)
     if exact is not None:
         weighted = exact_criterion(criterion, weighted, exact)
@@ -89,6 +86,48 @@ def forward_backward(
     if isinstance(criterion, RouterLosses) and criterion.report is not None and result.parts is not None:
         criterion.report(result.parts)
     return result.loss
+
+
+def _own_sync(model: nn.Module) -> GradientSync:
+    """The GradientSync kept with the model; a new one at the first step, and after parameters were replaced."""
+    sync: GradientSync | None = vars(model).get(_SYNC)
+    if sync is not None and not sync.has_parameters_of(model):
+        sync.close()
+        sync = None
+    if sync is None:
+        _check_parts(model)
+        sync = GradientSync(model)
+        object.__setattr__(model, _SYNC, sync)
+    return sync
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Raise ValueError for a model that is not laid out itself, around a laid-out model, if a step would be wrong.
+
+    A wrapper without trained parameters of its own, around a model which is not cut into stages, computes as that model
+    does.
+    """
+    if mesh_and_plan_of(model) is not None:
+        return
+    for name, inner in model.named_modules():
+        found = mesh_and_plan_of(inner)
+        if found is None:
+            continue
+        plain = {n: each for n, each in model.named_parameters() if not isinstance(each, DTensor)}
+        own = [n for n, each in plain.items() if each.requires_grad and not n.startswith(f"{name}.")]
+        remedy = f"parallelize(model, mesh, ParallelPlan.merge({{{name!r}: {type(inner).__name__}'s plan}}))"
+        if pipeline_of(inner) is not None:
+            raise ValueError(
+                f"{name!r} of this {type(model).__name__} is a {type(inner).__name__} cut into pipeline stages, which "
+                f"cannot be called as a part of a model; call forward_backward with the {type(inner).__name__} itself, "
+                f"or lay a new {type(model).__name__} out whole: {remedy}"
+            )
+        if own and found[0].size > 1:
+            raise ValueError(
+                f"{name!r} of this {type(model).__name__} is laid out on {found[0]}, and {own[0]} beside it is not: "
+                f"gradients would be summed over the ranks for {name!r} alone; lay a new {type(model).__name__} out "
+                f"whole: {remedy}"
+            )
 
 
 def divide_batch(

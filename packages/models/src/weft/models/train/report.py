@@ -326,7 +326,7 @@ def _final_model(run: Run) -> str:
 def closing_lines(
     run: Run,
     losses: tuple[float | None, float | None],
-    seconds: float,
+    seconds: float | None,
     *,
     bytes_per_token: float | None,
     on_cpu: bool,
@@ -334,18 +334,20 @@ def closing_lines(
     """The closing lines of a run: losses on held-out data, the saved files, and commands to try next.
 
     losses: on the held-out data, before the first step and after the last; None if nothing is held out.
+    seconds: of training; None if no step was taken, as when a run without steps left is resumed.
     bytes_per_token: of the held-out text, to print losses in bits per byte, comparable between tokenizers; None for
         examples.
     """
     first, last = losses
     if first is None or last is None:
-        line = f"trained in {seconds:.0f} s; nothing was held out of fewer than 20 examples"
+        trained = "no step was taken" if seconds is None else f"trained in {seconds:.0f} s"
+        line = f"{trained}; nothing was held out of fewer than 20 examples"
     else:
         line = f"loss on held-out {_HELD_OUT[run.config.task]} {first:.4f} -> {last:.4f}"
         if bytes_per_token is not None:
             bits = [f"{loss / math.log(2) / bytes_per_token:.2f}" for loss in (first, last)]
             line += f", {' -> '.join(bits)} bits a byte"
-        line += f", in {seconds:.0f} s"
+        line += "; no step was taken" if seconds is None else f", in {seconds:.0f} s"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"{line}\n"

@@ -149,6 +149,22 @@ def options_of_losses(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in options if not _is_under(name, (*FREE, "mesh", "plan", "track"))}
 
 
+def check_steps(saved: Mapping[str, Any], checkpoint: Path, steps: int) -> list[str]:
+    """A line to print if the checkpoint was saved after the last of the run's steps; otherwise an empty list.
+
+    saved: the checkpoint's document. Raises ValueError for a checkpoint of a later step than the run's last.
+    """
+    step = saved.get("step", 0)
+    if step > steps:
+        raise ValueError(
+            f"--steps is {steps}, but {checkpoint} was saved after step {step}; give --steps above {step}, or resume "
+            f"an earlier checkpoint into a folder of its own with --resume PATH --output FOLDER"
+        )
+    if step < steps:
+        return []
+    return [f"all {steps} steps are done; give --steps above {steps} to go on; the final model is saved again"]
+
+
 def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     """Compare a resumed run with the checkpoint's run; return a line for each changed option.
 

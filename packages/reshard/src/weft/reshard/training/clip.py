@@ -17,6 +17,7 @@ from ..moving.dtensor import as_process_mesh, layout_of, local_of
 from ..moving.waits import wait_for
 from ..world.exact import marked_axes
 from ..world.groups import device_mesh, device_type, group_of, group_over, this_rank
+from .cut_models import refuse_cut_models
 from .exact_norm import exact_norm
 from .gradient_sync import refuse_before_wait
 
@@ -48,8 +49,8 @@ def clip_grad_norm_(
     Communication: an all-reduce of a number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
     given; inside `exact_sums`, as `exact_norm`. A rank outside takes no part, and gets the norm of local gradients.
     Raises ValueError for a max_norm below 0, a norm_type of 0 or less, inside `exact_sums` also for norms except 1, 2
-    and inf, and for a Partial gradient, which is only this rank's addend; RuntimeError for gradients before
-    GradientSync's `wait()`.
+    and inf, for a Partial gradient, which is only this rank's addend, and without `mesh` for parameters of a model cut
+    into stages; RuntimeError for gradients before GradientSync's `wait()`.
     """
     if not (is_number(max_norm) and max_norm >= 0):
         raise ValueError(f"max_norm is {max_norm!r}; give a number >= 0")
@@ -57,6 +58,8 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type is {norm_type!r}; give a number > 0, or inf")
     unique = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
     refuse_before_wait(unique, "clip_grad_norm_()")
+    if mesh is None:
+        refuse_cut_models(unique, "clip_grad_norm_()")
     group, counts_plain = _group_and_counter(list(unique), mesh)
     counts_plain = counts_plain or mesh is not None
     with_grad = [parameter for parameter in unique if parameter.grad is not None]

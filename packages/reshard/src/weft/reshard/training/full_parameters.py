@@ -18,7 +18,7 @@ from weft.mesh import Layout
 
 from ..moving.dtensor import layout_of, memory_of, wrap
 from ..world.groups import this_rank
-from .hooks import after_step, backward_is_running, before_step
+from .hooks import after_step, backward_is_running, before_step, takes_none
 
 
 class GatheringUnit(Protocol):
@@ -95,8 +95,10 @@ class FullParameter:
             self.leaf.requires_grad_(requires_grad)
         if requires_grad and not self._hooked:
             weak_self, weak_shard, self._hooked = weakref.ref(self), weakref.ref(shard), True
-            self.leaf.register_hook(lambda grad: _call_shard_hooks(weak_shard(), grad))  # type: ignore[no-untyped-call]
-            self.leaf.register_post_accumulate_grad_hook(lambda _: _notify_units(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
+            before = takes_none(lambda grad: _call_shard_hooks(weak_shard(), grad))
+            after = takes_none(lambda _: _notify_units(weak_self(), weak_shard()))
+            self.leaf.register_hook(before)  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
         """A value that changes with each optimizer's step and in-place update of the shard, but not with `.data`."""

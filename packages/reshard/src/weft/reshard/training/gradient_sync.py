@@ -24,7 +24,7 @@ from .exact_step import check_exact_step
 from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets, check_buckets
 from .gradient_presence import GradientPresence
-from .hooks import before_step, weak_hook
+from .hooks import before_step, takes_none, weak_hook
 from .pending_gradient import GradientForm, GradPlaceholder, Leaf, as_dtensor, grad_of
 from .send_order import SendOrder, send_remaining
 from .separate_uses import UsesOfStep
@@ -163,6 +163,11 @@ class GradientSync:
             self._hooks.append(leaf.accumulator.register_hook(before))  # type: ignore[no-untyped-call]
             self._hooks.append(leaf.accumulator.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         self._unhooked = [(index, leaf) for index, leaf in self._unhooked if not leaf.is_hooked]
+
+    def has_parameters_of(self, module: nn.Module) -> bool:
+        """Whether the DTensor parameters of `module` are synchronized here; False once a program replaced some."""
+        known = {id(leaf.parameter) for leaf in self._leaves}
+        return all(id(each) in known for each in module.parameters() if isinstance(each, DTensor))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -380,7 +385,7 @@ def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tenso
             return None
         return alive._leaves[index].gradient_for_autograd(as_dtensor(incoming))
 
-    return before
+    return takes_none(before)
 
 
 def _after_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor], None]:
@@ -391,4 +396,4 @@ def _after_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor
         if alive is not None:
             alive._on_grad_accumulated(alive._leaves[index])
 
-    return ready
+    return takes_none(ready)

@@ -1,5 +1,6 @@
 """Helpers for hooks on tensors, modules and optimizers.
 
+`takes_none`: the mark of a gradient hook that a pipeline may call without a gradient.
 `weak_hook`: a hook on a method without keeping the object alive. `StepHooks`: methods called before or after every
 optimizer's step. `tensors_of`, `differentiable`: the tensors to hook in
 a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
@@ -11,13 +12,24 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
+
+GradientHook = TypeVar("GradientHook", bound=Callable[..., Any])
+
+
+def takes_none(hook: GradientHook) -> GradientHook:
+    """Marks a gradient hook that may be called with None, and twice, where weight gradients are delayed.
+
+    `weft.kernels` delays the gradients of parameters all of whose hooks have the mark.
+    """
+    hook.takes_none = True  # type: ignore[attr-defined]
+    return hook
 
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:

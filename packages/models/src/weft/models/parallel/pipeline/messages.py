@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -157,10 +157,7 @@ class Channel:
             world().publish(self._form_key(kind), encoded)
             self._forms[kind] = form
         elif known != form:
-            raise RuntimeError(
-                f"pipeline {self._name}: microbatches with equal shapes and grad mode, {kind}, gave messages of "
-                f"two forms, {known} and then {form}; make the output of a stage depend on the shapes alone"
-            )
+            raise RuntimeError(f"pipeline {self._name}: {_why_refused(known, form, kind)}")
 
     def _forget_received(self) -> None:
         """Drop the buffers of messages which the peer has received."""
@@ -179,12 +176,48 @@ class Channel:
         return parts, [work for work in works if work is not None]
 
 
+def _why_refused(known: Any, form: Any, kind: Any) -> str:
+    """The reason to refuse a message whose form differs from the form of earlier messages, with the remedy.
+
+    kind: of the microbatch.
+    """
+    if _without(known, requires_grad=False) == _without(form, requires_grad=False):
+        return (
+            "tensors of a message require a gradient in one step and not in another, because parameters of this stage "
+            "or an earlier one were frozen or unfrozen between the steps, and the next stage knows the first step's "
+            "form; keep requires_grad as in the first step, and leave frozen parameters out of the optimizer; or save "
+            "the model by save_checkpoint(model, folder), and read it by load_checkpoint(model, folder) into a model "
+            "that is frozen before its first step"
+        )
+    if _without(known, dtype=None) == _without(form, dtype=None):
+        first, later = ([each.dtype for each in _sent(form)] for form in (known, form))
+        return (
+            f"messages had dtypes {first} and then {later}; a model is converted, as by to() or bfloat16(), before its "
+            f"first step, or saved by save_pretrained(model, folder) and read by from_pretrained(folder, mesh, plan, "
+            f"dtype=...); and torch.autocast is on in each step, or in none"
+        )
+    return (
+        f"microbatches with equal shapes and grad mode, {kind}, gave messages of two forms, {known} and then {form}; "
+        f"make the output of a stage depend on the shapes alone"
+    )
+
+
+def _sent(form: Any) -> list[_SentTensor]:
+    """The tensors of a form, in order."""
+    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, _SentTensor)]
+
+
+def _without(form: Any, **fields: Any) -> Any:
+    """The form with some fields of all tensors set to the given values."""
+    return tree_map(lambda leaf: replace(leaf, **fields) if isinstance(leaf, _SentTensor) else leaf, form)
+
+
 class _Expected:
     """Builds received messages of a given form; caches the structure and the specs of DTensors."""
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
-        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, _SentTensor)]
+        self._sent = _sent(form)
         self._mesh, self._device = mesh, device
         self._specs: dict[int, Any] = {}  # the spec of each DTensor of the message, by position
 

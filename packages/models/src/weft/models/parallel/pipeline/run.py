@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import sharing_casts
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, local_of, this_rank, wait_for
+from weft.reshard.extension import CutModel, GradPlaceholder, group_for, keep_gathered, local_of, this_rank, wait_for
 
 from ...schedules.pipeline_plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
@@ -41,6 +41,7 @@ class Pipeline:
     """A cut model on this rank: stages, schedule, and channels to neighboring stages.
 
     `parallelize` makes a Pipeline for each cut model; `pipeline_of` finds the model's.
+    model: the cut model, with the parameters of this rank's stages.
     plan, schedule: how the model is cut, and the order of actions.
     mesh: the whole mesh, with the axis "pp".
     parameters: the parameters of all stages by name, as meta tensors.
@@ -49,6 +50,7 @@ class Pipeline:
 
     def __init__(
         self,
+        model: nn.Module,
         plan: PipelinePlan,
         schedule: Schedule,
         mesh: ProcessMesh,
@@ -64,6 +66,8 @@ class Pipeline:
         self._coordinate = coordinate
         # Of each parameter held by several stages, by name: the coordinates along "pp" of its ranks.
         self.shared = stages.cut.shared(schedule.rank_of)
+        # None where one rank holds all stages.
+        self._cut_model = CutModel(model) if schedule.ranks > 1 else None
         self.failures = Failures(mesh, is_alone=mesh.size == schedule.ranks)
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step

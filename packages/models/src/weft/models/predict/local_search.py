@@ -1,0 +1,138 @@
+"""`local_search`: good plans by prices of few plans, for a search without the time to prove the best.
+
+Starts from a plan for each size of "pp" and of "tp", and goes on to the first neighbor with fewer seconds. A search by
+bounds that ends early knows the plans with the least bounds, whose prices may be far above their bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from ..checks import divisors
+from .estimate import Estimate
+from .neighbors import neighbors, single_changes
+from .plan_families import Check
+from .plan_prices import PlanPrices
+from .plan_runs import PlanRun, PlanRuns
+from .plans import RECOMPUTES, Candidate, Space, family_of
+from .search import AHEAD
+
+
+def local_search(
+    space: Space, check: Check, prices: PlanPrices, runs: PlanRuns, is_over: Callable[[], bool]
+) -> list[Candidate]:
+    """Plans of the space with prices, the fastest that fits among them; none that is known to exceed the memory.
+
+    check: as for `check_members`. is_over: whether to end, asked before each price.
+    Of a start's kinds of recomputation, the first that fits the memory is the start. A start that is the fastest plan
+    until then is left for faster neighbors at once, the other starts at the end.
+    """
+    search = _LocalSearch(space=space, check=check, prices=prices, runs=runs, is_over=is_over)
+    slower = dict[Candidate, float]()  # starts slower than an earlier start, with their seconds
+    starts = sorted(search.starts(), key=lambda each: (prices.eager_bound(each), each.complexity))
+    for start in starts:
+        kinds = [each for each in (replace(start, recompute=kind) for kind in RECOMPUTES) if each in space]
+        for each in kinds:
+            seconds = search.seconds_of(each, ahead=[*kinds, *starts])
+            if seconds == search.best < math.inf:
+                search.climb(each)
+            elif seconds < math.inf:
+                slower[each] = seconds
+            if seconds < math.inf:
+                break
+    for start in sorted(slower, key=lambda each: (slower[each], each.complexity)):
+        search.climb(start)
+    return [each for each, seconds in search.seconds.items() if seconds < math.inf]
+
+
+@dataclass(slots=True, kw_only=True)
+class _LocalSearch:
+    space: Space
+    check: Check
+    prices: PlanPrices
+    runs: PlanRuns
+    is_over: Callable[[], bool]
+    # Of the plans priced until now. math.inf: impossible, too large, or with a bound above the best plan's seconds.
+    seconds: dict[Candidate, float] = field(default_factory=dict)
+    best: float = math.inf  # seconds of the fastest plan that fits
+
+    def starts(self) -> Iterator[Candidate]:
+        """A plan for each size of "pp", and of "tp" up to a node: on the mesh with the least "cp" that divides rows.
+
+        Experts are divided within a node.
+        """
+        space, node = self.space, self.prices.chip.levels[0].ranks
+        chosen = dict[tuple[int, int], Candidate]()
+        for mesh in sorted(space.meshes(), key=lambda each: each.cp):
+            if space.rows % mesh.dp == 0 and (mesh.tp <= node or "tp" in space.fixed):
+                chosen.setdefault((mesh.pp, mesh.tp), mesh)
+        for mesh in chosen.values():
+            sizes = divisors(math.gcd(mesh.data_ranks, space.num_experts or 1))
+            start = replace(
+                mesh,
+                ep=max(each for each in sizes if each <= node),
+                context=space.contexts[0] if mesh.cp > 1 else None,
+                schedule="1f1b" if mesh.pp > 1 else None,
+                microbatches=space.rows // mesh.dp if mesh.pp > 1 else 1,
+                sequence=mesh.tp > 1,
+                zero=0 if mesh.data_ranks == 1 else 1 if mesh.pp > 1 else 3,
+            )
+            start = replace(start, **self.space.fixed)  # type: ignore[arg-type]
+            if self._is_possible(start) and self.prices.weights_bound(start) < math.inf:
+                yield start
+
+    def climb(self, candidate: Candidate) -> None:
+        """Go on to the first neighbor with fewer seconds, until there is none."""
+        while not self.is_over():
+            _, estimate = self.prices.price(candidate)
+            assert isinstance(estimate, Estimate), "a plan with a price"
+            parts = {str(part): seconds for part, seconds in estimate.parts.items()}
+            near = dict.fromkeys([*neighbors(candidate, parts), *single_changes(candidate)])
+            steps = [each for each in near if self._is_possible(each)]
+            for number, each in enumerate(steps):
+                if self.seconds_of(each, ahead=steps[number + 1 :]) < self.seconds[candidate]:
+                    candidate = each
+                    break
+            else:
+                return
+
+    def seconds_of(self, candidate: Candidate, *, ahead: Sequence[Candidate]) -> float:
+        """The seconds of a step, as in `seconds`. ahead: plans that are likely to be priced next."""
+        if candidate not in self.seconds:
+            if self.is_over():
+                return math.inf
+            self.seconds[candidate] = self._price(candidate, ahead)
+        return self.seconds[candidate]
+
+    def _price(self, candidate: Candidate, ahead: Sequence[Candidate]) -> float:
+        prices = self.prices
+        if not self._may_be_best(candidate):
+            return math.inf
+        self.runs.prepare(prices.price_runs(candidate), self._runs_of(ahead))
+        seconds, _ = prices.price(candidate)
+        if seconds < self.best:
+            self.runs.prepare(prices.fit_runs(candidate), self._runs_of(ahead))
+            if not prices.fits(candidate):
+                return math.inf
+            self.best = seconds
+        return seconds
+
+    def _may_be_best(self, candidate: Candidate) -> bool:
+        return self.prices.weights_bound(candidate) < math.inf and self.prices.eager_bound(candidate) < self.best
+
+    def _runs_of(self, candidates: Sequence[Candidate]) -> Iterator[Sequence[PlanRun]]:
+        unknown = (each for each in candidates if each not in self.seconds and self._may_be_best(each))
+        runs = (self.prices.price_runs(each) for each in unknown)
+        return islice((each for each in runs if each), AHEAD)
+
+    def _is_possible(self, candidate: Candidate) -> bool:
+        if candidate not in self.space:
+            return False
+        try:
+            self.check(family_of(candidate))
+        except ValueError:
+            return False
+        return True
