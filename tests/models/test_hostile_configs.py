@@ -87,9 +87,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         pytest.param('[data]\nmixture = ["text.txt=1", "--output", "evil"]', "mixture is '--output'", id="in-a-table"),
         pytest.param("steps = [[1]]", "steps is a list that contains lists or tables", id="list-of-lists"),
         pytest.param("[[mesh]]\ndp = 1", "mesh is a list that contains lists or tables", id="list-of-tables"),
-        pytest.param(
-            'steps = "x\\ny"', r"--steps: invalid literal for int() with base 10: 'x\ny'", id="text-as-number"
-        ),
+        pytest.param('steps = "x\\ny"', r"run.toml: steps is 'x\ny'; it must be a whole number", id="text-as-number"),
         pytest.param("steps = true", "config run.toml: ", id="bool-as-number"),
         pytest.param("[mesh]\ndp = 1.5", "config run.toml: ", id="half-a-rank"),
         pytest.param("[optimizer]\nlr = nan", "optimizer.lr is nan; it must be above 0", id="nan"),

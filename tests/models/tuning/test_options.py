@@ -61,10 +61,10 @@ REFUSED = {
     "beta": ("--task dpo --dpo.beta 0", "dpo.beta is 0.0; it must be above 0"),
     "smoothing": ("--task dpo --dpo.label-smoothing 0.5", "dpo.label_smoothing is 0.5; it must be below 0.5"),
     "smoothed-ipo": ("--task dpo --dpo.label-smoothing 0.1 --dpo.loss ipo", "but dpo.loss ipo has none; leave it out"),
-    "weight": ("--task kto --kto.desirable-weight -1", "kto.desirable_weight is -1.0; it must be 0 or more"),
+    "weight": ("--task kto --kto.desirable-weight -1", "--kto.desirable-weight is -1.0; it must be 0 or more"),
     "dropout": ("--lora.rank 2 --lora.dropout 1", "lora.dropout is 1.0; it must be below 1"),
     "rank": ("--lora.rank -1", "lora.rank is -1; it must be 0 or more"),
-    "reference-mesh": ("--task dpo --reference-mesh.dp 0", "reference_mesh.dp is 0; it must be 1 or more"),
+    "reference-mesh": ("--task dpo --reference-mesh.dp 0", "--reference-mesh.dp is 0; it must be 1 or more"),
 }
 
 

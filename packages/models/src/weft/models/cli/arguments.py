@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -21,6 +21,13 @@ from ..processes import is_launched
 from ..terminal import PROGRAM, one_line, wrap_lines
 
 T = TypeVar("T")
+_NO_NUMBER = re.compile(
+    r"Error parsing (--\S+): .*(?:invalid literal for (int)\(\) with base 10|could not convert string to float): (.*); "
+    r"Argument helptext: .*"
+)
+_NO_NUMBER_IN_OWN = re.compile(r"argument (--\S+): invalid (?:(int)|float) value: (.*)")  # argparse's words
+# A field at the beginning of a config's error: "train.steps is -5", "mesh.dp is 0", "LlamaConfig: num_layers is 0".
+_FIELD = re.compile(r"(?:train\.|(\w+): )?([a-z]\w*(?:\.\w+)*)(?= is )")
 _NEGATED = re.compile(r"^--no-((?:[a-z-]+\.)+)([a-z-]+)$")  # --no-data.pack, accepted in place of --data.no-pack
 HELP_OPTIONS = ("-h", "--help", "--help-verbose")
 SILENT_SECONDS = 15.0  # ten times the spread of the start of a launcher's processes on busy cores
@@ -71,20 +78,57 @@ def parse(
     except SystemExit as end:
         if end.code:
             with report_bad_input(command.partition(" [")[0]):
-                raise ValueError(_with_remedy(_one_line(mistakes.getvalue()), kind, default)) from None
+                message = _name_option(_one_line(mistakes.getvalue()), kind, default)
+                raise ValueError(_with_remedy(message, kind, default)) from None
         raise
 
 
-def _with_remedy(message: str, kind: type[T], default: T | None) -> str:
-    """tyro's message of a single line, with the nearest options where tyro names none, as for a word without dashes."""
-    unknown = message.removeprefix("Unrecognized options: ")
-    if unknown == message or "; " in message:
+def _name_option(message: str, kind: type[T], default: T | None) -> str:
+    """tyro's message of a single line about a value, as "--steps is -5; it must be 1 or more".
+
+    Further messages are returned unchanged.
+    """
+    if no_number := _NO_NUMBER.fullmatch(message):
+        return _describe_no_number(no_number)
+    group, colon, text = message.removeprefix("Error parsing ").partition(": ")
+    if not message.startswith("Error parsing ") or not colon or group.startswith("--"):
         return message
+    if field := _FIELD.match(text):
+        config_class, name = field.groups()
+        option = f"--{group}.{name}" if config_class else f"--{name}"
+        if (option := option.replace("_", "-")) in _find_options(kind, default):
+            return option + text[field.end() :]
+    return text
+
+
+def _describe_no_number(found: re.Match[str]) -> str:
+    """The error for text in place of a number. found: a match of `_NO_NUMBER` or `_NO_NUMBER_IN_OWN`."""
+    option, is_whole, value = found.groups()
+    return f"{option} is {value}; it must be a {'whole ' if is_whole else ''}number"
+
+
+def _find_options(kind: type[T], default: T | None) -> list[str]:
+    """The options of a `kind`, in the order of the help."""
     text = io.StringIO()
     with suppress(SystemExit), redirect_stdout(text), _unwrapped():
         default_or_none = tyro.MISSING_NONPROP if default is None else default
         tyro.cli(kind, default=default_or_none, args=["--help"], config=(tyro.conf.AvoidSubcommands,))
-    options = dict.fromkeys(re.findall(r"--[a-z][\w.-]*", text.getvalue()))
+    return list(dict.fromkeys(re.findall(r"--[a-z][\w.-]*", text.getvalue())))
+
+
+def _with_remedy(message: str, kind: type[T], default: T | None) -> str:
+    """A message of a single line with a remedy where tyro gives none.
+
+    For a word without dashes, the nearest options; for --mesh.dp=2,tp=2, the options to write.
+    """
+    if several := re.match(r"(--[a-z-]+\.)([a-z-]+) is '(\d+(?:,[a-z-]+=\d+)+)'; it must be a whole number$", message):
+        group, first, values = several.groups()
+        pairs = (each.split("=") for each in f"{first}={values}".split(","))
+        return f"{message}: write {' '.join(f'{group}{name} {value}' for name, value in pairs)}"
+    unknown = message.removeprefix("Unrecognized options: ")
+    if unknown == message or "; " in message:
+        return message
+    options = _find_options(kind, default)
     near = difflib.get_close_matches(f"--{unknown.partition(',')[0].lstrip('-')}", options, n=3, cutoff=0.75)
     remedy = f"perhaps you meant {', '.join(near)}" if near else "--help lists the options"
     return (
@@ -94,8 +138,13 @@ def _with_remedy(message: str, kind: type[T], default: T | None) -> str:
 
 def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file: Path) -> T:
     """Parse the arguments read from `file`. Raises ValueError with tyro's message for a mistake."""
+
+    def name_key(message: str) -> str:
+        option, is_, requirement = _name_option(message, kind, default).partition(" is ")
+        return option.removeprefix("--").replace("-", "_") + is_ + requirement if is_ else option
+
     tyro._experimental_options["utf8_boxes"] = tyro._experimental_options["ansi_codes"] = False
-    with raising_mistakes(f"config {file}"):
+    with raising_mistakes(f"config {file}", name_key):
         return tyro.cli(
             kind,
             default=tyro.MISSING_NONPROP if default is None else default,
@@ -105,17 +154,17 @@ def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file
 
 
 @contextmanager
-def raising_mistakes(where: str) -> Iterator[None]:
+def raising_mistakes(where: str, describe: Callable[[str], str] = str) -> Iterator[None]:
     """Context in which a mistake found by tyro raises a ValueError with tyro's message in a single line.
 
-    where: the beginning of the line. Nothing is printed inside.
+    where: the beginning of the line. describe: edits the message. Nothing is printed inside.
     """
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output), _unwrapped():
             yield
     except SystemExit:
-        raise ValueError(f"{where}: {_one_line(output.getvalue())}") from None
+        raise ValueError(f"{where}: {describe(_one_line(output.getvalue()))}") from None
 
 
 @contextmanager
@@ -162,7 +211,8 @@ class OwnOptions(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        no_number = _NO_NUMBER_IN_OWN.fullmatch(message)
+        raise ValueError(message if no_number is None else _describe_no_number(no_number))
 
 
 @contextmanager
