@@ -249,8 +249,8 @@ def test_bad_input_is_one_line(capsys, folder: Path, tmp_path: Path, records, op
     ("option", "error"),
     [
         ("--dpo.beta 0", "dpo.beta is 0.0; it must be above 0"),
-        ("--dpo.loss ipo --dpo.label-smoothing 0.1", "dpo.label_smoothing is 0.1, but dpo.loss ipo has none"),
-        ("--kto.desirable-weight -1", "kto.desirable_weight is -1.0; it must be 0 or more"),
+        ("--dpo.loss ipo --dpo.label-smoothing 0.1", "--dpo.label-smoothing is 0.1, but dpo.loss ipo has none"),
+        ("--kto.desirable-weight -1", "--kto.desirable-weight is -1.0; it must be 0 or more"),
     ],
 )
 def test_options_that_training_refuses(capsys, folder: Path, tmp_path: Path, option: str, error: str) -> None:

@@ -162,7 +162,7 @@ def test_the_timeline_is_a_picture_or_a_trace(
         (("--chip", "h1000"), r"h1000.*h100"),
         (("--chip",), r"argument --chip: expected one argument"),
         (("--from",), r"argument --from: expected one argument"),
-        (("--rank", "x"), r"argument --rank: invalid int value: 'x'"),
+        (("--rank", "x"), r"--rank is 'x'; it must be a whole number"),
         (("--json",), r"--json needs a prediction on a chip; add --chip"),
         (("--timeline", "step.svg"), r"--timeline needs a prediction on a chip"),
         (("--chip", "h100", "--timeline", "step.png"), r"step\.png is neither \.svg nor \.json"),
