@@ -169,7 +169,7 @@ def test_the_timeline_is_a_picture_or_a_trace(
         (("--chip", "h100", "--timeline", "no-folder/step.svg"), r"there is no folder no-folder"),
         (("--chip", "h100", "--mesh.pp", "2", "--plan.split", "layers.1"), r"stages of equally many layers"),
         (
-            ("--chip", "h100", "--plan.exact", "dp=1"),
+            ("--chip", "h100", "--plan.exact", "dp=2,tp=2"),
             r"no sums in the order of a named mesh; leave out --plan",
         ),
     ],
