@@ -62,7 +62,9 @@ BAD_INPUT = [
     pytest.param(("generate", "folder", "--prompt", "x"), r"folder has no checkpoint; give", id="no-checkpoint"),
     pytest.param(("generate", "folder", "--prompt", ""), r"--prompt is empty", id="no-prompt"),
     pytest.param(
-        ("generate", "folder", "--prompt", "x", "--tokens", "-3"), r"--tokens is -3; it must be 0 or more", id="tokens"
+        ("generate", "folder", "--prompt", "x", "--tokens", "-3"),
+        r"--tokens is -3; it must be a whole number, 0 or more",
+        id="tokens",
     ),
     pytest.param(
         ("generate", "folder", "--prompt", "x", "--temperature", "-1"), r"--temperature is -1.0; it", id="temperature"
