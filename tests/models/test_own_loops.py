@@ -1,4 +1,4 @@
-"""Calls of torch in a training loop of one's own, on a parallel model: the numbers of one process, or a refusal."""
+"""Calls of torch in a program's training loop, on a parallel model: the numbers of a single process, or a refusal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import PipelinePlan, clip_gradients, forward_backward, parallelize
+from weft.models.schedules.schedule import ScheduleName
 from weft.reshard import clip_grad_norm_
 
 from tests.models.cases import whole
@@ -32,13 +33,13 @@ MESHES: dict[str, dict[str, int]] = {
 
 
 def laid_out(
-    axes: dict[str, int], model: nn.Module, zero: int = 0, schedule: str = "1f1b", microbatches: int = 4
+    axes: dict[str, int], model: nn.Module, zero: int = 0, schedule: ScheduleName = "1f1b", microbatches: int = 4
 ) -> nn.Module:
-    """The model on a mesh of all ranks; itself on one process, without axes."""
+    """The model laid out on a mesh of all ranks; without axes the model as given, for a single process."""
     if not axes:
         return model
     own: Any = model
-    pipeline = PipelinePlan(microbatches=microbatches, schedule=schedule) if "pp" in axes else None  # type: ignore[arg-type]
+    pipeline = PipelinePlan(microbatches=microbatches, schedule=schedule) if "pp" in axes else None
     return parallelize(model, ProcessMesh.grid(**axes), replace(own.parallel_plan(), zero=zero, pipeline=pipeline))
 
 
@@ -96,13 +97,13 @@ def refused_on_stages(axes: dict[str, int]) -> dict[str, Any]:
     model.zero_grad()
     loss_of(model)
     norm = raised(lambda: clip_grad_norm_(model.parameters(), 1.0))
-    of_others = by_lbfgs(nn.Sequential(Plain()), None)  # beside a model cut into stages
+    of_plain = by_lbfgs(nn.Sequential(Plain()), None)  # beside a model cut into stages
     return {
         "lbfgs": lbfgs,
         "changed": changed,
         "norm": norm,
         "clipped": clip_gradients(model, 1.0).item(),
-        "of others": of_others,
+        "of plain": of_plain,
     }
 
 
@@ -122,17 +123,17 @@ def test_calls_that_read_all_parameters_are_refused_on_stages(mesh: str, pool: P
     alone = make("llama")
     loss_of(alone)
     norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
-    of_others = by_lbfgs(nn.Sequential(Plain()), None)
+    of_plain = by_lbfgs(nn.Sequential(Plain()), None)
     for found in pool.run(refused_on_stages, MESHES[mesh], ranks=size_of(MESHES[mesh])):
         assert "LBFGS.step() on parameters of a model cut into pipeline stages" in found["lbfgs"]
         assert "such as AdamW" in found["lbfgs"]
         assert found["changed"] == []
         assert "call weft.models.clip_gradients(model, max_norm)" in found["norm"]
         assert found["clipped"] == pytest.approx(norm, rel=1e-5)
-        assert found["of others"] == of_others
+        assert found["of plain"] == of_plain
 
 
-def changed_between_steps(change: str, schedule: str) -> str:
+def changed_between_steps(change: str, schedule: ScheduleName) -> str:
     """What a step raises after the first stages are frozen, unfrozen or converted."""
     model: Any = make("llama")
     own = [*model.embed_tokens.parameters(), *model.layers[0].parameters(), *model.layers[1].parameters()]
@@ -157,7 +158,7 @@ def changed_between_steps(change: str, schedule: str) -> str:
 )
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.exhaustive)])
 def test_a_stage_that_sends_in_another_form_names_the_remedy(
-    change: str, message: str, schedule: str, pool: Pool
+    change: str, message: str, schedule: ScheduleName, pool: Pool
 ) -> None:
     for found in pool.run(changed_between_steps, change, schedule, ranks=2):
         assert_matches(message, found)
@@ -181,7 +182,7 @@ def loaded(axes: dict[str, int], zero: int, family: str, assign: bool) -> list[f
 
 
 def scaled(family: str) -> dict[str, Tensor]:
-    """The state of the whole model on one device, with other values than `make`."""
+    """The state of the whole model on a single device; the values differ from `make`'s."""
     return {name: value * FACTOR for name, value in make(family).state_dict().items()}
 
 
@@ -304,7 +305,7 @@ def test_a_wrapper_without_parameters_computes_as_the_model(pool: Pool) -> None:
         assert found == pytest.approx(around({}), rel=1e-6)
 
 
-def hooked(axes: dict[str, int], schedule: str, post: bool) -> tuple[list[float], dict[str, int]]:
+def hooked(axes: dict[str, int], schedule: ScheduleName, post: bool) -> tuple[list[float], dict[str, int]]:
     """Losses where hooks change each microbatch's gradients, or the sum so far; and each hook's calls in a step."""
     count = 4
     model = laid_out(axes, make("llama"), schedule=schedule, microbatches=count)
@@ -333,7 +334,7 @@ def hooked(axes: dict[str, int], schedule: str, post: bool) -> tuple[list[float]
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp2", "1f1b"), ("pp2", "zero_bubble"), ("dp2-pp2", "zero_bubble")])
 def test_gradient_hooks_of_stages_run_once_for_each_microbatch(
-    mesh: str, schedule: str, post: bool, pool: Pool
+    mesh: str, schedule: ScheduleName, post: bool, pool: Pool
 ) -> None:
     losses, calls = hooked({}, schedule, post)
     for found, own_calls in pool.run(hooked, MESHES[mesh], schedule, post, ranks=size_of(MESHES[mesh])):

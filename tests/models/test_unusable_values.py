@@ -13,7 +13,7 @@ from weft.models.cli import main
     [
         pytest.param("train --steps twenty", "--steps is 'twenty'; it must be a whole number", id="whole"),
         pytest.param("train --steps 1e3", "--steps is '1e3'; it must be a whole number", id="exponent"),
-        pytest.param("train --steps 3.5 --seed x", "--seed is 'x'; it must be a whole number", id="two"),
+        pytest.param("train --steps 3.5 --seed x", "--steps is '3.5'; it must be a whole number", id="two"),
         pytest.param("train --optimizer.lr big", "--optimizer.lr is 'big'; it must be a number", id="number"),
         pytest.param("train --mesh.dp x", "--mesh.dp is 'x'; it must be a whole number", id="or-none"),
         pytest.param(
@@ -30,8 +30,7 @@ from weft.models.cli import main
         pytest.param("train --model.num-layers 0", "--model.num-layers is 0; it must be an int >= 1", id="model"),
         pytest.param(
             "train --model.num-heads 6",
-            "LlamaConfig: num_heads 6 is not a multiple of num_kv_heads 4; each key/value head is shared by the same "
-            "number of query heads",
+            "LlamaConfig: num_heads 6 is not a multiple of num_kv_heads 4; use one of [1, 2, 3, 6]",
             id="two-fields",
         ),
         pytest.param("train --step x", "--step is 'x'; it must be a whole number", id="replay"),

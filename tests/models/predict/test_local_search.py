@@ -76,7 +76,8 @@ def found_by(
 
 
 def check_of(workload: Workload) -> Callable[[Candidate], None]:
-    return partial(check_stages, num_blocks=workload.model.config.num_layers)  # type: ignore[union-attr]
+    assert isinstance(workload.model, Llama | Mixtral)
+    return partial(check_stages, num_blocks=workload.model.config.num_layers)
 
 
 @pytest.mark.exhaustive

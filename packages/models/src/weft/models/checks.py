@@ -287,5 +287,6 @@ def check_at_most(where: str, config: object, most: int, *names: str) -> None:
 
 
 def _check(where: str, name: str, value: float, fits: Callable[[float], bool], words: str) -> None:
-    if not (math.isfinite(value) and fits(value)):
+    is_finite = isinstance(value, int) or math.isfinite(value)  # isfinite refuses integers beyond a float
+    if not (is_finite and fits(value)):
         raise ValueError(f"{where}.{name} is {value}; it must be {words}")

@@ -140,8 +140,8 @@ def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file
     """Parse the arguments read from `file`. Raises ValueError with tyro's message for a mistake."""
 
     def name_key(message: str) -> str:
-        option, is_, requirement = _name_option(message, kind, default).partition(" is ")
-        return option.removeprefix("--").replace("-", "_") + is_ + requirement if is_ else option
+        named = _name_option(message, kind, default)
+        return re.sub(r"^--([\w.-]+)(?= is )", lambda option: option[1].replace("-", "_"), named)
 
     tyro._experimental_options["utf8_boxes"] = tyro._experimental_options["ansi_codes"] = False
     with raising_mistakes(f"config {file}", name_key):

@@ -1,7 +1,7 @@
 """`local_search`: good plans by prices of few plans, for a search without the time to prove the best.
 
-Starts from a plan for each size of "pp" and of "tp", and goes on to the first neighbor with fewer seconds. A search by
-bounds that ends early knows the plans with the least bounds, whose prices may be far above their bounds.
+Starts from a plan for each size of "pp" and of "tp", and goes on to the first neighbor with fewer seconds. Where a
+search by bounds ends early, the plans with the least bounds may have prices far above these bounds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from ..checks import divisors
 from .estimate import Estimate
@@ -17,8 +16,7 @@ from .neighbors import neighbors, single_changes
 from .plan_families import Check
 from .plan_prices import PlanPrices
 from .plan_runs import PlanRun, PlanRuns
-from .plans import RECOMPUTES, Candidate, Space, family_of
-from .search import AHEAD
+from .plans import RECOMPUTES, Candidate, Space, check_members, family_of
 
 
 def local_search(
@@ -27,8 +25,8 @@ def local_search(
     """Plans of the space with prices, the fastest that fits among them; none that is known to exceed the memory.
 
     check: as for `check_members`. is_over: whether to end, asked before each price.
-    Of a start's kinds of recomputation, the first that fits the memory is the start. A start that is the fastest plan
-    until then is left for faster neighbors at once, the other starts at the end.
+    A start recomputes as little as the memory allows. The search climbs at once from a start faster than every plan
+    before, and from slower starts at the end.
     """
     search = _LocalSearch(space=space, check=check, prices=prices, runs=runs, is_over=is_over)
     slower = dict[Candidate, float]()  # starts slower than an earlier start, with their seconds
@@ -55,7 +53,7 @@ class _LocalSearch:
     prices: PlanPrices
     runs: PlanRuns
     is_over: Callable[[], bool]
-    # Of the plans priced until now. math.inf: impossible, too large, or with a bound above the best plan's seconds.
+    # By plan tried. math.inf: the plan cannot run, is too large, or has a bound above the best plan's seconds.
     seconds: dict[Candidate, float] = field(default_factory=dict)
     best: float = math.inf  # seconds of the fastest plan that fits
 
@@ -80,7 +78,7 @@ class _LocalSearch:
                 sequence=mesh.tp > 1,
                 zero=0 if mesh.data_ranks == 1 else 1 if mesh.pp > 1 else 3,
             )
-            start = replace(start, **self.space.fixed)  # type: ignore[arg-type]
+            start = replace(start, **self.space.fixed)
             if self._is_possible(start) and self.prices.weights_bound(start) < math.inf:
                 yield start
 
@@ -125,14 +123,7 @@ class _LocalSearch:
 
     def _runs_of(self, candidates: Sequence[Candidate]) -> Iterator[Sequence[PlanRun]]:
         unknown = (each for each in candidates if each not in self.seconds and self._may_be_best(each))
-        runs = (self.prices.price_runs(each) for each in unknown)
-        return islice((each for each in runs if each), AHEAD)
+        return filter(None, map(self.prices.price_runs, unknown))
 
     def _is_possible(self, candidate: Candidate) -> bool:
-        if candidate not in self.space:
-            return False
-        try:
-            self.check(family_of(candidate))
-        except ValueError:
-            return False
-        return True
+        return candidate in self.space and bool(check_members(self.space, family_of(candidate), self.check)[0])

@@ -151,7 +151,7 @@ class Space:
     zeros: tuple[Zero, ...] = ZEROS
     recomputes: tuple[Recompute, ...] = RECOMPUTES
     sequences: tuple[bool, ...] = (False, True)
-    fixed: Mapping[str, object] = field(default_factory=dict)  # fields of `Candidate` with a single value, by name
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `Candidate` with a single value, by name
 
     def __post_init__(self) -> None:
         for name in ("processes", "rows"):
@@ -184,7 +184,7 @@ class Space:
     def _families_on(
         self, mesh: Candidate, sizes_of_experts: Iterable[Candidate], counts: Iterable[int]
     ) -> Iterator[Candidate]:
-        """counts: of microbatches."""
+        """The families of `families` on a mesh. counts: the numbers of microbatches."""
         contexts: tuple[Context | None, ...] = self.contexts if mesh.cp > 1 else (None,)
         schedules = list(self._schedules()) if mesh.pp > 1 else [(None, 1)]
         for experts in sizes_of_experts:

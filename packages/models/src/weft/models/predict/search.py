@@ -132,8 +132,8 @@ def search(
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
-    suggest: finds good candidates without bounds, to be priced at once; each with the `key` of its family. Called once,
-        after a third of `within`, with a function that says whether five sixths are over.
+    suggest: finds good candidates without bounds, as pairs of a family's `key` and a candidate. These are priced at
+        once. Called once, after a third of `within`, with a function that says whether five sixths are over.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. A candidate
     whose price is the least of all prices and bounds left is tried for memory, and is then the next result. So the
     search ends with the last result, and the results are those of pricing every candidate.
@@ -206,35 +206,39 @@ def search(
         unpriced[:] = [entry for entry in unpriced if entry[1] not in chosen]
         return closest
 
-    def take_suggestions() -> list[_Entry]:
-        """The queue with the prices of suggested candidates, whose families are listed."""
+    def list_members(family: CandidateFamily[C]) -> Iterator[_Entry]:
+        members, impossible = family.members()
+        refused.update(impossible)
+        for member in members:
+            yield from entries(member)
+
+    def with_price(entry: _Entry) -> Iterator[_Entry]:
+        """The entry at the stage after the price; nothing for a candidate that cannot run, counted as refused."""
         nonlocal num_priced
-        assert suggest is not None
-        suggested = list(suggest(lambda: clock() - begin > within * 5 / 6))
+        _, complexity, _, name, candidate, _ = entry
+        seconds, value = price(candidate)
+        if seconds == math.inf:
+            refused[value] += 1
+            return
+        num_priced += 1
+        yield seconds, complexity, len(bounds) + 1, name, candidate, value
+
+    def with_suggestions(suggested: Sequence[tuple[Any, C]]) -> list[_Entry]:
+        """The queue with the prices of suggested candidates, whose families are listed."""
         keys, chosen = {key for key, _ in suggested}, {candidate.complexity for _, candidate in suggested}
-        listed, pending = list[_Entry](), list[_Entry]()
+        listed, priced = list[_Entry](), list[_Entry]()
         for entry in queue:
-            if entry[2] < 0 and entry[4].key in keys:
-                members, impossible = entry[4].members()
-                refused.update(impossible)
-                listed += (each for member in members for each in entries(member))
-            else:
-                listed.append(entry)
+            listed += list_members(entry[4]) if entry[2] < 0 and entry[4].key in keys else [entry]
         for entry in listed:
-            least, complexity, stage, name, candidate, value = entry
-            if 0 <= stage <= len(bounds) and complexity in chosen:
-                make_ready(len(bounds), candidate)
-                least, value = price(candidate)
-                num_priced += least < math.inf
-                refused.update([value] if least == math.inf else [])
-                entry = least, complexity, len(bounds) + 1, name, candidate, value
-            pending += [entry] if least < math.inf else []
-        heapq.heapify(pending)
-        return pending
+            is_new = 0 <= entry[2] <= len(bounds) and entry[1] in chosen
+            priced += with_price(entry) if is_new else [entry]
+        heapq.heapify(priced)
+        return priced
 
     while len(found) < keep:
         if suggest is not None and clock() - begin > within / 3:
-            queue, suggest = take_suggestions(), None
+            queue = with_suggestions(list(suggest(lambda: clock() - begin > within * 5 / 6)))
+            suggest = None
         if not queue and is_over and not found:
             queue = take_closest()
         if not queue:
@@ -250,11 +254,8 @@ def search(
         least, complexity, stage, name, candidate, value = heapq.heappop(queue)
         make_ready(stage, candidate)
         if stage == MEMBERS:
-            members, impossible = candidate.members()
-            refused.update(impossible)
-            for each in members:
-                for entry in entries(each):
-                    heapq.heappush(queue, entry)
+            for entry in list_members(candidate):
+                heapq.heappush(queue, entry)
             continue
         if stage == CLOSER:
             seconds = candidate.closer.seconds(candidate.key)
@@ -271,11 +272,9 @@ def search(
                 cut[name] += 1
                 continue
         elif stage == len(bounds):
-            least, value = price(candidate)
-            if least == math.inf:
-                refused[value] += 1
-                continue
-            num_priced += 1
+            for entry in with_price((least, complexity, stage, name, candidate, value)):
+                heapq.heappush(queue, entry)
+            continue
         elif fits is None or fits(candidate):
             found.append(Found(candidate=candidate, seconds=least, price=value))
             continue

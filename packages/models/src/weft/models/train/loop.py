@@ -191,7 +191,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         layers = config.model.sparse_layers if isinstance(config.model, MixtureConfig) else ()
         if picture := results.picture(report.width, load, layers):
             report.print_line(picture)
-    losses, trained_for = (saver.held_out_loss, held_out_loss), seconds if first_step < config.steps else None
+    losses = saver.held_out_loss, held_out_loss
+    trained_for = seconds if first_step < config.steps else None
     bytes_per_token, on_cpu = trainer.held_out_bytes_per_token(), device.type == "cpu"
     report.print_line(closing_lines(run, losses, trained_for, bytes_per_token=bytes_per_token, on_cpu=on_cpu))
     return 0
