@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from weft.kernels import KeyValueCache, attention, cross_entropy
 from weft.mesh import Layout, ProcessMesh
-from weft.models import PipelinePlan, forward_backward, generate, parallelize
+from weft.models import PipelinePlan, clip_gradients, forward_backward, generate, parallelize
 from weft.models.step.find_gradients import find_loss
 from weft.models.step.forward_backward import divide_batch
-from weft.reshard import GradientSync, clip_grad_norm_, distribute, fixed_parameters, reshard
+from weft.reshard import GradientSync, distribute, fixed_parameters, reshard
 
 from tests.models.cases import gradients_off, whole
 from tests.models.test_pipeline import batch, make
@@ -48,7 +48,7 @@ def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any
                 if number:
                     generate(model, tokens[:, :4], max_new_tokens=3)
         forward_backward(model, cross_entropy, *batch(), microbatches=2)
-        clip_grad_norm_(model.parameters(), 1e9)
+        clip_gradients(model, 1e9)
         found.append(gradients_of(model))
         model.zero_grad()
     return found[0], found[1]
