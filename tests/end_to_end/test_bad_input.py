@@ -48,6 +48,11 @@ BAD_INPUT = [
         ("train", "--data.path", "short.txt"), r"short.txt has 6 tokens, fewer than two sequences", id="short"
     ),
     pytest.param(("train", "--output", "folder"), r"output folder folder exists", id="output-exists"),
+    pytest.param(
+        ("train", "--resume", "nowhere"),
+        r"^weft train: --resume nowhere does not exist; give the folder of a run, or of a checkpoint$",
+        id="nothing-to-resume",
+    ),
     pytest.param(("train", "--steps", "0"), r"steps is 0; it must be 1 or more", id="no-steps"),
     pytest.param(("train", "--stepz", "3"), r"(?i)unrecognized.*--stepz", id="unknown-option"),
     pytest.param(("trian",), r"unknown command 'trian'", id="command"),

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,9 +168,14 @@ def test_a_training_that_does_not_do_what_was_predicted_is_seen(dtype: str) -> N
     report.check_loss(5.0, 5.0, 4, dtype)
     assert len(said) == 5
     assert denied("\n".join(said)) == []
+    bound = Communication((replace(predicted.entries[0], nbytes=9, at_most=True),))
+    said.clear()
+    report.print_issued(bound, predicted)
+    assert said[1].endswith("8 bytes  within the prediction") and denied(said[1]) == []
+    said.clear()
     report.print_issued(predicted, Communication())
     report.check_loss(5.1, 5.0, 4, dtype)
-    assert denied("\n".join(said)) == [said[6], said[9]]
+    assert denied("\n".join(said)) == [said[1], said[4]]
 
 
 def test_the_program_is_saved_under_the_name_that_torchrun_is_given(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
         said = process.stderr.read()  # until the last process has ended
     assert process.returncode == 130
     (line,) = said.strip().splitlines()
-    assert line == "weft train: interrupted; what was saved is whole"
+    assert line == "weft train: interrupted; nothing was saved"
     assert not (tmp_path / "outputs").exists()
 
 

@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     assert status == 2
     (line,) = err.splitlines()
     assert line.endswith(
-        "out cannot be made: [Errno 28] No space left on device; once that is mended, the same command goes on"
+        "the output folder out: No space left on device; once that is mended, the same command goes on"
     )
     assert not Path("out/manifest.json").exists()
     assert weft(capsys, *command)[0] == 0

@@ -22,6 +22,7 @@ from weft.models.predict.chip import load_chip
 from weft.models.terminal import printable
 from weft.models.train.explained_step import ExplainedStep
 from weft.models.train.recipes import RECIPES
+from weft.models.train.run import Run
 from weft.reshard import plan
 
 from tests.models.chat_folder import save_chat_folder
@@ -279,20 +280,24 @@ main(["layout", "R", "--mesh", "dp=2"])
     assert (done.returncode, done.stdout, done.stderr) == (
         130,
         "",
-        "\nweft layout: interrupted; what was saved is whole\n",
+        "\nweft layout: interrupted; nothing was saved\n",
     )
 
 
 @pytest.mark.parametrize(
-    ("module", "interrupt"),
+    ("module", "interrupt", "said"),
     [
-        pytest.param("weft.", "raise KeyboardInterrupt", id="first"),
-        pytest.param("weft.models.cli.train", "exec('raise KeyboardInterrupt')", id="in-an-exec"),
-        pytest.param("weft.models.cli.train", "signal.raise_signal(signal.SIGINT)", id="by-signal"),
-        pytest.param("weft.models.cli.train", "Caught().__del__()", id="where-it-is-caught"),
+        pytest.param("weft.", "raise KeyboardInterrupt", "what was saved is whole", id="first"),
+        pytest.param(
+            "weft.models.cli.train", "exec('raise KeyboardInterrupt')", "what was saved is whole", id="in-an-exec"
+        ),
+        pytest.param(
+            "weft.models.cli.train", "signal.raise_signal(signal.SIGINT)", "nothing was saved", id="by-signal"
+        ),
+        pytest.param("weft.models.cli.train", "Caught().__del__()", "nothing was saved", id="where-it-is-caught"),
     ],
 )
-def test_ctrl_c_is_answered_from_the_first_import_on(module: str, interrupt: str, tmp_path: Path) -> None:
+def test_ctrl_c_is_answered_from_the_first_import_on(module: str, interrupt: str, said: str, tmp_path: Path) -> None:
     """Only Python's own startup imports, and the package, come before the handler."""
     program = f"""
 import signal, sys
@@ -318,7 +323,7 @@ main(["train", "--steps", "0"])
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, "-m", "program"]  # as `python -m weft.models.cli`
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "\nweft train: interrupted; what was saved is whole\n")
+    assert (done.returncode, done.stderr) == (130, f"\nweft train: interrupted; {said}\n")
 
 
 def interrupted(arguments: list[str]) -> int:
@@ -343,6 +348,30 @@ def test_ctrl_c_is_one_line(
 ) -> None:
     monkeypatch.setattr(import_module(f"weft.models.cli.{command}"), "run", run)
     assert weft(command) == (130, "", f"\nweft {command}: interrupted; what was saved is whole\n")
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        pytest.param(None, "nothing was saved", id="nothing"),
+        pytest.param("notes", "nothing was saved", id="no-checkpoint"),
+        pytest.param("checkpoint-3", "what was saved is whole", id="checkpoint"),
+        pytest.param("checkpoint", "what was saved is whole", id="final-model"),
+    ],
+)
+def test_ctrl_c_says_whether_a_run_was_saved(
+    weft: Weft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saved: str | None, said: str
+) -> None:
+    def launch(run: Run, *, gpus: int) -> int:
+        if saved is not None:
+            (run.folder / saved).mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("Call me by my layout. " * 20)
+    monkeypatch.setattr(train_command, "launch", launch)
+    status, _, err = weft("train", "--output", "run", "--data.path", "book.txt")
+    assert (status, err) == (130, f"\nweft train: interrupted; {said}\n")
 
 
 def test_an_error_is_no_interrupt(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:

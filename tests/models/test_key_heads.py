@@ -219,8 +219,12 @@ def test_degrees_that_do_not_fit_list_those_that_do(heads: int, kv_heads: int, w
     model = make(replace(config, num_layers=1))
     with pytest.raises(ValueError, match=f"sizes that work: {works}$"):
         parallelize(model, ProcessMesh.grid(tp=ways))
-    with pytest.raises(ValueError, match=r"degrees that work: 1, 2"):
+    with pytest.raises(ValueError, match=r"degrees that work: 1, 2") as refused:
         check_tensor_parallel(config, ways)
+    is_named = "num_kv_heads" in str(refused.value)
+    assert is_named is bool(kv_heads % ways and (ways % kv_heads or kv_heads == heads))
+    if is_named and kv_heads < heads:
+        assert f"num_kv_heads {kv_heads} (nor is tp a multiple of {kv_heads})" in str(refused.value)
     around = ParallelPlan(tensor={"layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()})
     # A plan that keeps the heads whole is accepted.
     assert layers_with_few_heads(model, resolve(model, around), ways) == {}

@@ -239,8 +239,12 @@ def test_a_vocabulary_larger_than_the_models_is_refused(capsys: pytest.CaptureFi
             ["other.txt", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"
         ),
         pytest.param(["good.txt", "--output", "nothing/.."], "exists and holds something else", id="something-else"),
-        pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be made: ", id="a-file"),
-        pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be made: ", id="nobody-writes-there"),
+        pytest.param(["good.txt", "--output", "good.txt"], "the output folder good.txt cannot be made: ", id="a-file"),
+        pytest.param(
+            ["good.txt", "--output", "/proc/x"],
+            "the output folder /proc/x cannot be made: No such file or directory; give another --output\n",
+            id="nobody-writes-there",
+        ),
     ],
 )  # fmt: skip
 def test_an_output_that_is_taken_is_refused_and_left(

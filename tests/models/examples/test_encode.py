@@ -124,7 +124,8 @@ def test_the_mismatched_completion_follows_this_prompt() -> None:
 
 def test_messages_without_a_template_are_refused_even_where_bad_records_are_left_out() -> None:
     records = [("a.jsonl: line 1", CHATS[0])]
-    message = r"a\.jsonl: line 1 has messages, and the tokenizer has no chat template; .* or --data\.template FILE"
+    message = r"a\.jsonl: line 1 has messages, and the tokenizer has no chat template; .* or --data\.template FILE, "
+    message += 'or write the records without roles, as text: {"prompt": "...", "completion": "..."}$'
     options: dict[str, Any] = {"task": "sft", "tokenizer": byte_tokenizer(), "template": None, "left_out": left_out()}
     with pytest.raises(ValueError, match=message) as refused:
         list(encode_examples(records, skip_bad=True, **options))

@@ -151,10 +151,14 @@ def check_tensor_parallel(config: SplitSizes, ways: int) -> None:
 
 
 def _misfits(config: SplitSizes, ways: int) -> list[str]:
-    sizes = config.parallel_sizes.items()
-    return [
-        f"{name} {size}" for name, size in sizes if size % ways and not (name == "num_kv_heads" and ways % size == 0)
-    ]
+    misfits = []
+    for name, size in config.parallel_sizes.items():
+        if name == "num_kv_heads" and size < config.num_heads:
+            if size % ways and ways % size:
+                misfits.append(f"{name} {size} (nor is tp a multiple of {size})")
+        elif size % ways:
+            misfits.append(f"{name} {size}")
+    return misfits
 
 
 def check_head_degrees(heads: Mapping[str, int], *, cp: int, tp: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # the command's name as typed by the user
 INTERRUPTED = "interrupted; what was saved is whole"  # printed on Ctrl-C
+INTERRUPTED_UNSAVED = "interrupted; nothing was saved"
 INTERRUPTED_STATUS = 130  # a shell's exit status for SIGINT
 
 _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")

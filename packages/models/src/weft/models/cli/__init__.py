@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM
 
-        print(f"\n{PROGRAM} {command}: {INTERRUPTED}", file=sys.stderr)
+        message = str(error) if isinstance(error, KeyboardInterrupt) else ""
+        print(f"\n{PROGRAM} {command}: {message or INTERRUPTED}", file=sys.stderr)
         _forget_interrupt()
         status = INTERRUPTED_STATUS
     sys.exit(status)

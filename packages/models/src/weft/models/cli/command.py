@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, NotPrinted, one_line, printing, wrap_lines
+from ..terminal import INTERRUPTED_STATUS, INTERRUPTED_UNSAVED, PROGRAM, NotPrinted, one_line, printing, wrap_lines
 
 COMMANDS = (
     "train",
@@ -58,7 +58,7 @@ Examples
 
 
 def call(command: str, arguments: Sequence[str]) -> int:
-    """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt.
+    """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt, with the line to print or without.
 
     If output cannot be written, a command whose result is the output ends: after a closed pipe, as by `| head -1`,
     silently and with the status of SIGPIPE; after a different error with a line on stderr and status 1. The commands
@@ -102,7 +102,7 @@ def _ended_by_ctrl_c(command: str) -> Iterator[None]:
     """
 
     def end(*_: object) -> None:
-        os.write(2, f"\n{PROGRAM} {command}: {INTERRUPTED}\n".encode())
+        os.write(2, f"\n{PROGRAM} {command}: {INTERRUPTED_UNSAVED}\n".encode())
         os._exit(INTERRUPTED_STATUS)
 
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler

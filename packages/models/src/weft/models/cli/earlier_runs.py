@@ -55,7 +55,10 @@ def plan_replay(arguments: Sequence[str], run: Path | None, step: int | None, co
     if run is None and step is None:
         return None
     if run is None or step is None:
-        raise ValueError(f"--replay RUN and --step N belong together, as in `{PROGRAM} train --replay run --step 40`")
+        number = "" if step is None else f"; --steps {step} gives the number of steps of a run"
+        raise ValueError(
+            f"--replay RUN and --step N belong together, as in `{PROGRAM} train --replay run --step 40`{number}"
+        )
     if config is not None:
         raise ValueError("--replay takes the configuration of its run; leave out --config")
     check_run_folder(run)

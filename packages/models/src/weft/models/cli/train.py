@@ -12,9 +12,9 @@ from ..checkpoint.configs import is_adapter_folder
 from ..checkpoint.manifest import MANIFEST
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..data.tokenizer import TOKENIZER_FILE, find_tokenizer, with_template
-from ..terminal import PROGRAM
+from ..terminal import INTERRUPTED_UNSAVED, PROGRAM
 from ..train.config import TrainConfig, unfinished_warmup
-from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
+from ..train.folder import CHECKPOINT, check_new, check_resumable, checkpoints, find_to_resume, newest_complete
 from ..train.from_folder import check_adapters, check_same_model, check_tokens, find_model, find_origin, fingerprint
 from ..train.launch import adopt_launcher, check_world, launch
 from ..train.memory_check import check_room, gpu_count
@@ -101,7 +101,12 @@ def run(arguments: list[str]) -> int:
         room = check_room(new_run, gpus=gpus)
     if is_printing_rank():
         print("\n".join([opening_lines(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
-    return launch(new_run, gpus=gpus)
+    try:
+        return launch(new_run, gpus=gpus)
+    except KeyboardInterrupt:
+        if (new_run.folder / CHECKPOINT).exists() or checkpoints(new_run.folder):
+            raise
+        raise KeyboardInterrupt(INTERRUPTED_UNSAVED) from None
 
 
 def _files() -> OwnOptions:

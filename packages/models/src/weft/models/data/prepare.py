@@ -154,7 +154,11 @@ def _request(
 
 
 def _write_error(output: Path, error: OSError) -> ValueError:
-    return ValueError(f"{output} cannot be made: {error}; once that is mended, the same command goes on")
+    reason = error.strerror or str(error)
+    if not output.is_dir():
+        return ValueError(f"the output folder {output} cannot be made: {reason}; give another --output")
+    where = f"{output}: {error.filename}" if error.filename not in (None, str(output)) else str(output)
+    return ValueError(f"the output folder {where}: {reason}; once that is mended, the same command goes on")
 
 
 @contextmanager

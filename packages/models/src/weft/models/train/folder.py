@@ -161,8 +161,10 @@ def _rename_damaged(path: Path) -> Path:
 def find_to_resume(path: Path) -> Path:
     """The checkpoint to resume from: `path` itself, or the newest complete checkpoint of the run in `path`.
 
-    Raises ValueError for a run without a complete checkpoint, and as `Manifest.read`.
+    Raises ValueError for a path that does not exist, for a run without a complete checkpoint, and as `Manifest.read`.
     """
+    if not path.exists():
+        raise ValueError(f"--resume {path} does not exist; give the folder of a run, or of a checkpoint")
     if (path / MANIFEST).exists() or not path.is_dir():
         Manifest.read(path)
         return path

@@ -22,6 +22,11 @@ from .forms import ASSISTANT, BadExample, Dialog, read_form
 from .records import REMEDY, find_record_parts, read_examples
 from .template import ChatTemplate, Spans
 
+_AS_TEXT: Mapping[Task, str] = {
+    "sft": '{"prompt": "...", "completion": "..."}',
+    "dpo": '{"prompt": "...", "chosen": "...", "rejected": "..."}',
+    "kto": '{"prompt": "...", "completion": "...", "label": true}',
+}
 Tokens = NDArray[np.int64]  # [n]
 
 
@@ -82,7 +87,8 @@ def encode_record(
         if template is None and not form.dialogs[0].is_text:
             raise ValueError(
                 f"{place} has messages, and the tokenizer has no chat template; give a tokenizer's folder with one "
-                f"(chat_template in tokenizer_config.json, or chat_template.jinja), or --data.template FILE"
+                f"(chat_template in tokenizer_config.json, or chat_template.jinja), or --data.template FILE, or write "
+                f"the records without roles, as text: {_AS_TEXT[task]}"
             )
         return _Encoder(tokenizer, template).encode(form.dialogs, task, form.label)
     except BadExample as error:
