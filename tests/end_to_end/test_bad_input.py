@@ -170,5 +170,5 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
 def test_of_a_launchers_processes_one_says_what_is_wrong(mistake: tuple[str, str], tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = preloaded.run([*launcher, "-m", "weft.models.cli", "train", *mistake], cwd=tmp_path)
-    assert len(re.findall("does not fit 2 processes|Perhaps you meant", done.stderr)) == 1, done.stderr
+    assert len(re.findall("does not fit 2 processes|perhaps you meant", done.stderr)) == 1, done.stderr
     assert "exitcode  : 2" in done.stderr

@@ -257,8 +257,13 @@ class TestLayout:
             id="no-such-command",
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),
-        pytest.param(["train", "--stpes", "3"], "Perhaps you meant: --steps INT Updates of the weights.", id="option"),
-        pytest.param(["layout", "R", "--mehs", "dp=2"], "Perhaps you meant: --mesh SIZES", id="option-of-layout"),
+        pytest.param(["train", "--stpes", "3"], "options: --stpes, 3; perhaps you meant --steps", id="option"),
+        pytest.param(
+            ["train", "--mesh", "dp=2,tp=2"], "options: --mesh, dp=2,tp=2; write --mesh.dp 2 --mesh.tp 2", id="group"
+        ),
+        pytest.param(["train", "--mesh=dp=2"], "options: --mesh=dp=2; write --mesh.dp 2", id="group-of-one"),
+        pytest.param(["train", "--mesh", "dp"], "options: --mesh, dp; perhaps you meant --mesh.tp, ", id="group-alone"),
+        pytest.param(["layout", "R", "--mehs", "dp=2"], "dp=2; perhaps you meant --mesh", id="option-of-layout"),
     ],
 )
 def test_a_typing_error_gets_a_suggestion(weft: Weft, arguments: list[str], said: str) -> None:

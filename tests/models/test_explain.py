@@ -88,7 +88,8 @@ def test_a_rank_of_a_later_stage(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "rank 1 is at pp=1, dp=0, tp=0\n" in out
     assert "  lm_head.weight " in out
     assert "embed_tokens" not in out
-    assert "schedule of the pipeline\npp=0  F0 " in out
+    assert "\nschedule of the pipeline, in microbatches: F forward, B gradients of inputs, " in out
+    assert "\npp=0  F0 " in out
     assert "bytes that rank 1 receives\n" in out
     assert held(out)["parameters"] == 4 * (2 * BLOCK + 128 + TABLE)
 
@@ -135,7 +136,7 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
             "; perhaps you meant --mesh.pp, --mesh.dp, --mesh.tp.",
             id="no-dashes-nor-option",
         ),
-        pytest.param(["--mesh.dx", "2"], "Unrecognized options: --mesh.dx, 2; Perhaps you meant: --mesh.", id="axis"),
+        pytest.param(["--mesh.dx", "2"], "Unrecognized options: --mesh.dx, 2; perhaps you meant --mesh.", id="axis"),
         pytest.param(["--plan.microbatches", "3"], "plan.microbatches 3 does not divide data.batch_size 8", id="parts"),
     ],
 )

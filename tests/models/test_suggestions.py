@@ -78,6 +78,16 @@ def test_the_options_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert settled.config == replace(OTHER, output=None, mesh=MeshConfig(dp=4, tp=1))
 
 
+def test_a_run_with_exact_is_compared_with_another_mesh() -> None:
+    exact = replace(TINY, plan=PlanConfig(exact="dp=4,tp=2"))
+    (line,) = [line for line in suggested(exact) if "another mesh" in line]
+    assert line.endswith("--plan.exact dp=4,tp=2    the same bits on another mesh")
+    (line,) = [line for line in suggested(replace(exact, digests=10)) if "another mesh" in line]
+    command, _ = line.split("    ")
+    assert "--digests" not in command
+    assert " --against 'outputs/a run' " in command
+
+
 def test_who_has_given_a_text_is_not_told_to() -> None:
     assert "--data.path FILE_OR_FOLDER" in suggested()[-1]
     assert "FILE_OR_FOLDER" not in "".join(suggested(OTHER))

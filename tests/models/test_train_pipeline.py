@@ -133,7 +133,7 @@ def test_a_run_prints_its_schedule_and_saves_what_generate_reads(pool, tmp_path:
     (ended, printed), other = pool.run(ran, str(tmp_path / "text.txt"), ranks=2)
     assert ended == 0 and other == (0, "")
     assert "layout of the parameters" in printed
-    assert f"\nschedule of the pipeline\n{PipelinePlan(schedule='1f1b').make_schedule(2)}\n" in printed
+    assert f"W gradients of weights, · idle\n{PipelinePlan(schedule='1f1b').make_schedule(2)}\n" in printed
     with pytest.raises(SystemExit, match="0"):
         main(["generate", str(tmp_path / "run"), "--prompt", "a stage", "--tokens", "3"])
     assert capsys.readouterr().out.startswith("a stage")

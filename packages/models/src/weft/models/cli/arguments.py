@@ -119,21 +119,30 @@ def _find_options(kind: type[T], default: T | None) -> list[str]:
 def _with_remedy(message: str, kind: type[T], default: T | None) -> str:
     """A message of a single line with a remedy where tyro gives none.
 
-    For a word without dashes, the nearest options; for --mesh.dp=2,tp=2, the options to write.
+    For unknown options, the nearest; for --mesh.dp=2,tp=2 and --mesh dp=2,tp=2, the options to write.
     """
     if several := re.match(r"(--[a-z-]+\.)([a-z-]+) is '(\d+(?:,[a-z-]+=\d+)+)'; it must be a whole number$", message):
         group, first, values = several.groups()
-        pairs = (each.split("=") for each in f"{first}={values}".split(","))
-        return f"{message}: write {' '.join(f'{group}{name} {value}' for name, value in pairs)}"
+        return f"{message}: write {_write_apart(group, f'{first}={values}')}"
     unknown = message.removeprefix("Unrecognized options: ")
-    if unknown == message or "; " in message:
+    if unknown == message:
         return message
-    options = _find_options(kind, default)
-    near = difflib.get_close_matches(f"--{unknown.partition(',')[0].lstrip('-')}", options, n=3, cutoff=0.75)
-    remedy = f"perhaps you meant {', '.join(near)}" if near else "--help lists the options"
-    return (
-        f"{message}; {remedy}. Of the words without dashes, the first may be a recipe, and the rest are options' values"
-    )
+    unknown = unknown.partition("; ")[0]  # tyro's suggestions follow, with the help of each
+    word, _, value = re.sub(r"^(--[\w.-]+)=", r"\1, ", unknown).partition(", ")
+    option, options = f"--{word.lstrip('-')}", _find_options(kind, default)
+    near = difflib.get_close_matches(option, options, n=3, cutoff=0.75)
+    if re.fullmatch(r"[a-z-]+=\w+(,[a-z-]+=\w+)*", value) and any(each.startswith(f"{option}.") for each in options):
+        remedy = f"write {_write_apart(f'{option}.', value)}"
+    else:
+        remedy = f"perhaps you meant {', '.join(near)}" if near else "--help lists the options"
+    if not word.startswith("-"):
+        remedy += ". Of the words without dashes, the first may be a recipe, and the rest are options' values"
+    return f"Unrecognized options: {unknown}; {remedy}"
+
+
+def _write_apart(group: str, values: str) -> str:
+    """The options for values given together. group: as "--mesh."; values: as "dp=2,tp=2"."""
+    return " ".join(f"{group}{name} {value}" for name, value in (each.split("=") for each in values.split(",")))
 
 
 def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file: Path) -> T:

@@ -183,7 +183,9 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         return stop
     if saver.count:
         report.print_checkpoint_cost(saver.count, blocked=saver.blocked, writing=saver.writing)
-    if trainer.pipeline is None:  # no rank of a pipeline can generate alone
+    if trainer.pipeline is not None:
+        report.print_line("sample  none: no stage of a pipeline has all layers to generate with")
+    else:
         report.print_line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     held_out_loss = trainer.held_out_loss()
     if trainer.rank == 0:

@@ -29,6 +29,7 @@ from .config import TrackerName, TrainConfig
 from .report import Metrics
 
 HEIGHT = 10  # lines of a plot on a terminal, without the axis
+TENTHS_BELOW = 50  # steps; ticks of shorter plots have tenths, because a tick is at every tenth column
 AXIS = 24  # columns left of the plot, for axis and labels
 NARROW = 50  # fewest columns of each of two plots side by side
 NARROWEST = AXIS + 10  # fewest columns of a single plot
@@ -205,7 +206,7 @@ def _panel(title: str, steps: list[int], values: list[float], width: int) -> str
     figure = Figure()
     figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
     figure.x_label, figure.y_label = "step", title
-    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
+    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}" if steps[-1] >= TENTHS_BELOW else f"{tick:.3g}"
     figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
     figure.set_x_limits(0, steps[-1])
     figure.set_y_limits(low - margin, high + margin)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 from weft.mesh import Layout, Shard
 
-from ..schedules.schedule import Schedule
+from ..schedules.schedule import IDLE, Schedule
 from ..step.communication import PHASES, Communication
 from ..terminal import printable
 from .config import TrainConfig
@@ -153,8 +153,11 @@ class Report:
             self.print_line("  " + "  ".join(cells).rstrip())
 
     def print_schedule(self, schedule: Schedule) -> None:
-        """Print the pipeline schedule."""
-        self.print_line(f"schedule of the pipeline\n{schedule}")
+        """Print the pipeline schedule, with what its cells mean."""
+        self.print_line(
+            f"schedule of the pipeline, in microbatches: F forward, B gradients of inputs, W gradients of weights, "
+            f"{IDLE} idle\n{schedule}"
+        )
 
     def print_prediction(
         self, predicted: Communication, rank: int = 0, *, documents: Literal["known", "unknown"] | None = None

@@ -46,7 +46,10 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
             without: dict[str, Any] = {"context": None, "schedule": None, "split": None, "experts_tokens": None}
             plan = dataclasses.replace(run.config.plan, experts_over_tp=False, **without)
             alternative = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-            commands.append(f"{train} {_arguments(run, alternative)}    the same loss on another mesh")
+            if run.config.digests:
+                alternative = dataclasses.replace(alternative, digests=0, against=run.folder)
+            equal = "loss" if plan.exact is None else "bits"
+            commands.append(f"{train} {_arguments(run, alternative)}    the same {equal} on another mesh")
         if run.config.data.path is None and not run.config.data.mixture:
             commands.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
     except NoOption:

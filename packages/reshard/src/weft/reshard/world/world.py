@@ -341,7 +341,8 @@ class Processes:
     def _check_rank(self, subject: object, rank: int) -> None:
         if rank >= self.size:
             raise ValueError(
-                f"{subject} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})"
+                f"{subject} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1}); "
+                f"start as many processes as the mesh has ranks (torchrun --nproc-per-node), or name a smaller mesh"
             )
 
 
