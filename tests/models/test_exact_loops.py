@@ -48,6 +48,14 @@ OPTIMIZERS: dict[str, Any] = {
     "for-loop": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=False),
     "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
     "muon": partial(Muon, lr=1e-2),
+    "amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "nadam": partial(torch.optim.NAdam, lr=1e-2),
+    "radam": partial(torch.optim.RAdam, lr=1e-2),
+    "adamax": partial(torch.optim.Adamax, lr=1e-2),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "adadelta": partial(torch.optim.Adadelta, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True),
+    "asgd": partial(torch.optim.ASGD, lr=1e-2),
 }
 
 
