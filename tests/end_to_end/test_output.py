@@ -122,7 +122,9 @@ def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) 
         pytest.param(
             ("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >&-', 0, id="layout-closed", marks=pytest.mark.exhaustive
         ),
-        pytest.param(("data", "prepare", "text.txt", "--output", "out"), None, 0, id="prepare-full"),
+        pytest.param(
+            ("data", "prepare", "text.txt", "--output", "out"), None, 0, id="prepare-full", marks=pytest.mark.exhaustive
+        ),
     ],
 )  # fmt: skip
 def test_a_command_whose_work_is_its_output_says_that_it_is_lost(

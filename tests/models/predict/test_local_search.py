@@ -113,6 +113,7 @@ def test_fixed_options_are_kept_and_nothing_is_priced_without_time() -> None:
     assert found_by(workload, space, 80 * GIB, lambda: True)[0] == []
 
 
+@pytest.mark.exhaustive
 def test_plans_that_exceed_the_memory_are_left_out() -> None:
     workload = workload_of(DENSE)
     fixed = {"dp": 2, "zero": 3, "microbatches": 1}
