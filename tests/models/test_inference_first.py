@@ -31,23 +31,29 @@ def alone(name: str) -> Gradients:
     return gradients_of(model)
 
 
-def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any]) -> tuple[Gradients, Gradients]:
-    """Gradients of a step after an evaluation, and of a second step after an evaluation and a sample of tokens."""
+def evaluate(model: Any, mesh: ProcessMesh, *, samples: bool) -> None:
+    """The loss or the output in inference mode, and a sample of tokens, which a pipeline cannot generate."""
+    tokens = batch()[0]
+    with torch.inference_mode():
+        if "pp" in mesh.axis_names:
+            find_loss(model, cross_entropy, divide_batch(model, *batch(), 2, {}))
+            return
+        with fixed_parameters(model):
+            for _ in range(2):
+                model(distribute(tokens, Layout(mesh, "dp: S(0)" if "dp" in mesh.axis_names else "")))
+        if samples:
+            generate(model, tokens[:, :4], max_new_tokens=3)
+
+
+def evaluated_around_steps(name: str, axes: dict[str, int], plan: dict[str, Any]) -> tuple[Gradients, Gradients]:
+    """Gradients of two steps, each between two evaluations."""
     model, mesh = make(name, 2), ProcessMesh.grid(**axes)
     parallelize(model, mesh, replace(model.parallel_plan(), **plan))
     found = []
     for number in range(2):
-        with torch.inference_mode():
-            if "pp" in axes:
-                find_loss(model, cross_entropy, divide_batch(model, *batch(), 2, {}))
-            else:
-                tokens = batch()[0]
-                with fixed_parameters(model):
-                    for _ in range(2):
-                        model(distribute(tokens, Layout(mesh, "dp: S(0)" if "dp" in axes else "")))
-                if number:
-                    generate(model, tokens[:, :4], max_new_tokens=3)
+        evaluate(model, mesh, samples=number > 0)
         forward_backward(model, cross_entropy, *batch(), microbatches=2)
+        evaluate(model, mesh, samples=True)
         clip_gradients(model, 1e9)
         found.append(gradients_of(model))
         model.zero_grad()
@@ -67,9 +73,9 @@ def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any
         pytest.param("llama", {"pp": 2, "dp": 2}, {"zero": 3, "pipeline": PipelinePlan(microbatches=2)}, id="pp-zero3"),
     ],
 )
-def test_a_model_trains_after_an_evaluation(name: str, axes: dict[str, int], plan: dict[str, Any], pool: Any) -> None:
+def test_a_model_trains_between_evaluations(name: str, axes: dict[str, int], plan: dict[str, Any], pool: Any) -> None:
     truth = alone(name)
-    for steps in pool.run(first_in_inference_mode, name, axes, plan, ranks=ProcessMesh.grid(**axes).size):
+    for steps in pool.run(evaluated_around_steps, name, axes, plan, ranks=ProcessMesh.grid(**axes).size):
         for found in steps:
             assert not gradients_off(found, {each: truth[each] for each in found})
 
