@@ -128,7 +128,7 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", ["gather", "exchange"])
 @pytest.mark.parametrize("case", CASES)

@@ -71,8 +71,8 @@ class Layout:
     """How a tensor is distributed over a mesh.
 
     mesh: a ProcessMesh, or torch's DeviceMesh.
-    placements: a mapping like {"dp": Shard(0)} (axes left out replicate), a sequence with a placement per axis, or
-        text like "dp: S(0), tp: P(sum)". Left out or empty: all axes replicate.
+    placements: a mapping from names or positions of axes, like {"dp": Shard(0)} (axes left out replicate), a sequence
+        with a placement per axis, or text like "dp: S(0), tp: P(sum)". Left out or empty: all axes replicate.
 
     Where several axes shard the same dim, the first of these axes is the major one and cuts the dim first. The order
     is the mesh's order for a mapping or a sequence, and the written order for text: "tp: S(0), dp: S(0)" cuts by tp

@@ -74,7 +74,7 @@ class Op:
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 
     def compute_outputs(self, *operands: Tensor | None, **options: Any) -> Any:
-        """Return the output or outputs, without saved tensors. Called when grad mode is off."""
+        """Return the output or outputs, without saved tensors. Called where no operand needs a gradient."""
         if self.inference is not None:
             return self.inference(*operands, **options)
         output = self.forward(*operands, **options)

@@ -1,7 +1,7 @@
-"""`local_search`: good plans by prices of few plans, for a search without the time to prove the best.
+"""`local_search`: finds good plans from the prices of few plans, where the time is too short to prove the best plan.
 
-Starts from a plan for each size of "pp" and of "tp", and goes on to the first neighbor with fewer seconds. Where a
-search by bounds ends early, the plans with the least bounds may have prices far above these bounds.
+Starts from a plan for each pair of sizes of "pp" and "tp", and goes on to the first neighbor with fewer seconds. Where
+a search by bounds ends early, the plans with the least bounds may have prices far above these bounds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from .plans import RECOMPUTES, Candidate, Space, check_members, family_of
 def local_search(
     space: Space, check: Check, prices: PlanPrices, runs: PlanRuns, is_over: Callable[[], bool]
 ) -> list[Candidate]:
-    """Plans of the space with prices, the fastest that fits among them; none that is known to exceed the memory.
+    """The priced plans of the space. The fastest of the plans fits the memory.
 
-    check: as for `check_members`. is_over: whether to end, asked before each price.
+    Only plans faster than all plans priced before are checked for memory.
+    check: raises ValueError for a plan that the model refuses. is_over: whether to end, asked before each price.
     A start recomputes as little as the memory allows. The search climbs at once from a start faster than every plan
     before, and from slower starts at the end.
     """
@@ -58,9 +59,10 @@ class _LocalSearch:
     best: float = math.inf  # seconds of the fastest plan that fits
 
     def starts(self) -> Iterator[Candidate]:
-        """A plan for each size of "pp", and of "tp" up to a node: on the mesh with the least "cp" that divides rows.
+        """A plan for each pair of sizes of "pp" and "tp". Unless fixed, "tp" is at most a node.
 
-        Experts are divided within a node.
+        Among meshes whose "dp" divides the rows, the plan has the mesh with the least "cp". Experts are divided within
+        a node.
         """
         space, node = self.space, self.prices.chip.levels[0].ranks
         chosen = dict[tuple[int, int], Candidate]()

@@ -63,12 +63,12 @@ def forward_backward(
         rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
     microbatches: a divisor of the number of rows. With 1, a plan with a pipeline uses its own number.
     sync: the model's GradientSync, if the program made one; None: made once and kept with the model.
-    inputs: further arguments of the model. Tensors [B, T] are divided like the tokens. A `dropout_key` gives each
-        microbatch its own key, by which masks do not depend on the mesh. Further values go to every microbatch.
+    inputs: further arguments of the model. Tensors [B, T, ...] are divided by rows, like the tokens. A `dropout_key`
+        gives each microbatch its own key, independent of the mesh. Further values go to every microbatch.
     Communication: the plan's; each gradient bucket once; activations and their gradients between stages; the loss;
         for a criterion of the third kind the sum of a few numbers.
     Raises ValueError for microbatches that do not divide the rows, for a criterion of none of the three kinds, and
-    under a plan with `exact` for a compiled model and for sums that torch takes, in the model or the criterion.
+    under a plan with `exact` for a compiled model, and where torch computes a sum in the model or the criterion.
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -102,7 +102,7 @@ def _own_sync(model: nn.Module) -> GradientSync:
 
 
 def _check_parts(model: nn.Module) -> None:
-    """Raise ValueError for a model that is not laid out itself, around a laid-out model, if a step would be wrong.
+    """Raise ValueError for a plain model around a laid-out submodule, if a step would be wrong.
 
     A wrapper without trained parameters of its own, around a model which is not cut into stages, computes as that model
     does.
@@ -135,11 +135,11 @@ def divide_batch(
 ) -> list[Microbatch]:
     """Divides a batch into `count` microbatches by rows, laid out on the model's mesh by its plan.
 
-    Called by `forward_backward`, and by `record` on shapes.
+    Called by `forward_backward`, by `record` on shapes, and by `weft train` on one process.
     tokens, targets, inputs: as for `forward_backward`.
     Raises ValueError, on every rank, unless `count` divides the rows of each rank, for rows that differ between stages,
-    for tokens sharded over "cp" without their order, for targets laid out in another order than the tokens, and inside
-    `exact_sums` as `lay_out_batch`, and for several microbatches of DTensors.
+    for tokens sharded over "cp" without their order, for targets laid out in another order than the tokens. Inside
+    `exact_sums` also the errors of `lay_out_batch`, and ValueError for DTensors in more than one microbatch.
     """
     mesh_and_plan = mesh_and_plan_of(model)
     count = as_int("microbatches", count)

@@ -76,9 +76,9 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`execute`, with only the first collective started; `wait()` runs the rest. See `PreparedPlan.start`.
+    """Starts the first collective of a plan; `wait()` runs the remaining steps. See `PreparedPlan.start`.
 
-    Called by gathers of sharded parameters, and by the custom ops of compiled graphs.
+    Called by gathers of sharded parameters, the sum of losses, Muon, and the custom ops of compiled graphs.
     """
     return prepare(plan, mesh).start(local)
 
@@ -115,7 +115,7 @@ class PreparedPlan:
         return run_or_replay(self.run, local) if self.communicates else Pending(self.run(local))
 
     def run(self, local: Tensor) -> Running:
-        """The steps as a generator of their collectives, without `replay_received`."""
+        """The steps as a generator of collectives; ignores `replay_received`. Called by `start` and StackedPlan."""
         if not self._takes_part:
             return local
         if self.communicates:
@@ -170,7 +170,7 @@ class _PreparedAllGather:
 @dataclass(frozen=True, slots=True)
 class _PreparedReduceScatter:
     phases: list[CollectivePhase]  # the groups to scatter over, in order, with the members' positions
-    addends: list[Members]  # of each phase
+    addends: list[Members]  # for each phase, the members' places in the tree of `exact_sums`
     stacking: Stacking  # how the collectives take the parts
     op: str
     result_shape: tuple[int, ...]  # shape of this rank's part, without padding
@@ -351,7 +351,9 @@ class _StepPreparer:
 
 @contextmanager
 def record_received(make_callback: Callable[[], OnReceived]) -> Iterator[None]:
-    """Context manager: in the block, every reshard with communication passes the received tensor to a callback.
+    """Context manager: in the block, each reshard with communication passes the received tensor to a callback.
+
+    Likewise each transport of experts' tokens and each transfer of packed keys; in the calling thread alone.
 
     make_callback: called when a reshard starts; returns the callback for the tensor which this reshard receives.
     """

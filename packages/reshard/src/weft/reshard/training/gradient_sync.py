@@ -45,11 +45,11 @@ class GradientSync:
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
     computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter. The
     target layout of a gradient is the parameter's layout, further sharded over `shard_over`.
-    Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
-    `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
+    Gradients of several backward passes before `wait()` are added. To give up a step, call `wait()`, then `zero_grad()`.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis shards the first dim divisible by the axis's size, else dim 0. None: over no axis.
+        all-reduced. Each axis shards the first dim of the local part that the axis's size divides, else dim 0. A scalar
+        stays whole. None: over no axis.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks; None: their own. The result has the parameter's dtype.
 
@@ -66,18 +66,18 @@ class GradientSync:
     Missing gradients: ranks may have gradients of different parameters, as with an expert for each rank, or a skipped
         batch. Every rank gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps
         `.grad`. All ranks of the parameters' meshes call `wait()` equally often. With zero=3 outside of a pipeline,
-        backward gathers parameters between the sums: all ranks then need gradients of the same parameters. `wait()`
-        raises RuntimeError, on a rank that lacks a gradient, where gathers and sums met in different orders.
+        backward gathers parameters between the sums: all ranks then need gradients of the same parameters. Otherwise
+        ranks may order gathers and sums differently, and `wait()` raises RuntimeError on a rank without a gradient.
     Unused parameters: freeze these (`requires_grad_(False)`). Otherwise every rank lacks a gradient, and waits in every
         `wait()` for the lists of all ranks (see Communication).
 
     Communication: every rank sends gradients in the reverse order of `module`'s parameters. Hooks may run in different
-    orders, as where only some ranks compile a block. A gradient waits for all earlier gradients in this order, except
-    for parameters without a gradient on any rank in the last step. In `wait()` each rank writes a list of gradients to
-    the store of the process group. A rank reads the lists of all ranks of the parameters' meshes, and waits for them,
-    only if the rank lacks the gradient of a trainable parameter, has a gradient in several layouts, or has a gradient
-    to send a second time in the step; and with zero=2 and 3, if the number of passes is not the last step's. A list may
-    also be written in backward, before the wait for an older bucket.
+    orders, as where only some ranks compile a block. A gradient waits for all earlier gradients in the reverse order.
+    Nothing waits for a parameter without a gradient on any rank in the last step. In `wait()` each rank writes a list
+    of gradients to the store of the process group. A rank reads the lists of all ranks of the parameters' meshes, and
+    waits for them, only if the rank lacks the gradient of a trainable parameter, has a gradient in several layouts, or
+    has a gradient to send a second time in the step; and with zero=2 and 3, if the number of passes is not the last
+    step's. A list may also be written in backward, before the wait for an older bucket.
     A copied or pickled model has None in place of its GradientSync.
     Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter already with a
     GradientSync, as two would reduce the gradient twice; `close()` the first.
@@ -119,7 +119,7 @@ class GradientSync:
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
         self._order = SendOrder(self._leaves)
-        self.sends_every_pass = self._order.sends_every_pass  # ZeRO 2, 3
+        self.sends_every_pass = self._order.sends_every_pass  # whether any parameter is under ZeRO 2 or 3
         self._presence = GradientPresence(self._leaves)
         gatherings = list({unit.model_gathering for unit in self._units})
         self._buckets = GradientBuckets(
@@ -191,6 +191,7 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until `.grad` of every parameter holds the gradient in the target layout.
 
+        Parameters unfrozen since the last `wait()` get hooks here, and gradients of separate uses are added.
         Communication: this rank's list of gradients (see GradientSync), and collectives left over from backward: of
         buckets, and a reshard for each unsent gradient without a Route.
         """
@@ -202,7 +203,7 @@ class GradientSync:
         """Brings all gradients so far to the target layouts, in `.grad`.
 
         Called by `wait()`, and at the end of `paused()` where every pass sends: then more passes of the step follow.
-        is_last: whether none follows, so that the gradients of separate uses are complete.
+        is_last: whether no pass of the step follows: then the gradients of separate uses are complete.
         """
         self._hook_parameters()
         self._in_wait = True
@@ -298,7 +299,7 @@ class GradientSync:
     def _before_gather(self) -> None:
         """Called in backward before a gather. Sends zeros for gradients that this pass will not give.
 
-        Otherwise this rank would start sums in `wait()` which peers, with all gradients, start before the gather.
+        Peers with all gradients start sums before the gather. Without zeros, this rank would start them in `wait()`.
         """
 
         def is_over(leaf: Leaf) -> bool:
@@ -309,7 +310,7 @@ class GradientSync:
             self._order.send_absent(self._buckets, is_over, paused=self._paused)
 
     def _accept_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
-        """Starts to synchronize this rank's part of a gradient without `.grad`; see `local_grad_callback`.
+        """Puts this rank's part of a gradient into a bucket, without `.grad`; see `local_grad_callback`.
 
         Returns False, and does nothing, where the gradient must go by `.grad`: in `paused()`; where another gradient of
         the parameter is there already; where the part must be cast first; where a program's own hooks on the parameter

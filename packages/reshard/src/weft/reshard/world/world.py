@@ -4,14 +4,14 @@
 collectives. Code asks `world()`, mostly through groups.py, for this process's rank, a mesh or a group.
 
 The members alone make a group, under a name derived from the ranks. torch.distributed.new_group() must be called by the
-whole world, and names groups by a counter. Where ranks make different groups, because each works on a part of the
-model, the counters of different groups can agree, and members of different groups connect. With
-use_local_synchronization only the members call, but the counter stays. Here groups are made as in new_group(), but are
-named by a digest of the ranks: different groups have different names and cannot connect.
+whole world, and names groups by a counter. Ranks with different parts of a model make different groups. Two groups may
+get the same counter, and hence the same name; members of the two groups then connect by mistake. With
+use_local_synchronization only the members call, but names still come from the counter. Here groups are made as in
+new_group(), but are named by a digest of the ranks: different groups have different names and cannot connect.
 
-NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, a call of every
-rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL creates the
-communicator in the first collective. Ranks outside the group are never called.
+NCCL: where init_process_group() was given a device_id, torch would split the world's communicator, and a split needs a
+call on every rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL
+creates the communicator in the first collective. Ranks outside the group are never called.
 
 The same store carries small messages between ranks: `publish`, `published`, `wait_for_message`, `meet`.
 """
@@ -45,7 +45,7 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 
 PREFIX = "weft-"  # of the names of these groups
-_MEMBER_BITS = 32  # of the counter in the store by which ranks meet: the low bits count ranks
+_MEMBER_BITS = 32  # low bits of the store's counter in `meet`, which count ranks; the high bits sum their numbers
 REMEDY = (
     "all ranks of a group must make it: use the meshes that ranks share in the same order on all of these ranks, or "
     "allow more time with init_process_group(timeout=...)"
@@ -89,7 +89,7 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
 def publish(name: str, value: bytes) -> None:
     """Publishes a few bytes to all ranks under a name.
 
-    Communication: a request to the world's store, which TCPStore does not answer.
+    Communication: a request to the world's store. A TCPStore sends no answer, and the rank does not wait.
     """
     PrefixStore("weft", _get_default_store()).set(f"published/{name}", value.hex())
 
@@ -97,7 +97,8 @@ def publish(name: str, value: bytes) -> None:
 def published(names: Sequence[str]) -> list[bytes | None]:
     """The bytes published so far under each name; None for a name without bytes.
 
-    Communication: two requests to the world's store if every name has bytes; otherwise 1, and 1 or 2 for each name.
+    Communication: two requests to the world's store if every name has bytes. Otherwise a request for all names, one for
+    each name, and one more for each name with bytes.
     """
     store = PrefixStore("weft", _get_default_store())
     keys = [f"published/{name}" for name in names]
@@ -109,7 +110,7 @@ def published(names: Sequence[str]) -> list[bytes | None]:
 
 
 def patience() -> float:
-    """The timeout of the world's store, in seconds. GradientPresence waits as long for another rank's message."""
+    """The timeout of the world's store, in seconds: the longest wait for a message of another rank."""
     seconds: float = _get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
     return seconds
 
@@ -165,7 +166,7 @@ class _Members:
     """The members of a new group, which meet in the store. Made by `make_group` on each member.
 
     name: the group's name, a digest of `text`. text: the ranks, the backend and the purpose, for messages.
-    Keys in the store, where r is a rank and `at` is name/purpose:
+    Keys in the store, where r is a rank and `at` is name/step, with the step given to `meet`:
     making/r: the group which rank r is making.
     name/ranks: the text of the first member. A member finds a different text only if two texts have the same digest.
     at/r: rank r has come. at/count: number of ranks which have come. at/all: all have come.
@@ -174,9 +175,9 @@ class _Members:
     def __init__(self, store: Store, name: str, text: str, ranks: Sequence[int], rank: int) -> None:
         self._store, self._name, self._text, self._ranks, self._rank = store, name, text, ranks, rank
 
-    def meet(self, purpose: str) -> None:
-        """Waits until all members have called this with the same purpose: "to make" the group, then "to use" it."""
-        store, at = self._store, f"{self._name}/{purpose}"
+    def meet(self, step: str) -> None:
+        """Waits until all members have called this with the same step: "to make" the group, then "to use" it."""
+        store, at = self._store, f"{self._name}/{step}"
         first_text = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
         if first_text != self._text:
             raise RuntimeError(
@@ -193,7 +194,7 @@ class _Members:
             seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
             missing = [rank for rank in self._ranks if not store.check([f"{at}/{rank}"])]
             raise RuntimeError(
-                f"rank {self._rank} waited {seconds:g} s for the others {purpose} a group of "
+                f"rank {self._rank} waited {seconds:g} s for the others {step} a group of "
                 f"{self._text}. {'. '.join(map(self._whereabouts, missing))}. {REMEDY}"
             ) from error
         store.delete_key(f"making/{self._rank}")
@@ -228,9 +229,9 @@ class World(Protocol):
     peers_run: bool  # whether the other ranks are running processes
     # By mesh, device type, and the mesh before a permutation of the axes; see `groups.device_mesh`.
     device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
-    process_meshes: dict[DeviceMesh, ProcessMesh]
+    process_meshes: dict[DeviceMesh, ProcessMesh]  # of a permuted mesh, the mesh before the permutation
     cache: dict[Any, Any]  # see `groups.world_cache`
-    axes: dict[str, tuple[str, ...]]  # by group name, the mesh axes for which the group was first asked for
+    axes: dict[str, tuple[str, ...]]  # by group name, the mesh axes of the group's first use
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
         """A new DeviceMesh of `mesh`. Communication: `group_of` along each axis; none on ranks outside the mesh."""
@@ -266,7 +267,9 @@ class World(Protocol):
     def meet(self, name: str, round: int, members: int, number: int, seconds: float | None = None) -> int:
         """Waits for the hosts of `members` ranks, and returns the sum of their numbers.
 
-        seconds: as for `wait_for_message`.
+        Called at the end of a pipeline's step, to count the failed ranks. A message published under "NAME/ROUND" ends
+        the wait early, and is returned in place of the sum.
+        name: of the pipeline. round: the number of earlier meetings. seconds: as for `wait_for_message`.
         """
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:

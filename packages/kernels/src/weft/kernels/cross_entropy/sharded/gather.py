@@ -1,7 +1,8 @@
 """Communication of cross-entropy on shards: all-gathers of statistics, and all-reduces of sums over tokens.
 
 The statistics' all-gather of `vocab_parallel_cross_entropy` also carries two rows about each rank: which classes the
-rank has, and whether it has failed. So every rank raises if any rank has failed, and none waits for it forever.
+rank has, and whether the rank has failed. If a rank has failed, every rank raises, and no rank waits forever.
+`vocab_parallel_linear_cross_entropy` checks the ranks in an earlier gather, of sizes.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class CheckedGather:
     """A `StartGather` over one group that also checks the ranks, by two more rows of statistics from each rank.
 
     Raises ValueError if another rank has failed, or if the ranks' classes do not fit together. Where `check_gathered`
-    skips this check on a GPU, the statistics become NaN instead, if the ranks do not fit.
+    skips this check on a GPU, the statistics become NaN, if a rank has failed or the ranks do not fit. The failed rank
+    raises its own error.
     """
 
     group: dist.ProcessGroup
@@ -141,8 +143,9 @@ def run_or_report(
 def check_gathered(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
     """Call `check`, which reads gathered numbers: in every call on a CPU, but once for each key on a GPU.
 
-    To read them from a GPU, the host waits for the device. Nothing is checked while a CUDA graph is captured, nor for a
-    tensor without data.
+    key: the group and the values to compare.
+    To read the numbers from a GPU, the host waits for the device. Nothing is checked while a CUDA graph is captured,
+    nor for a tensor without data.
     """
     if gathered.is_meta or not has_data(gathered):
         return

@@ -63,12 +63,12 @@ class ExpertRanks:
 class Transport(Protocol):
     """A transport of tokens. Made for each call of a layer's experts; both directions may run several times."""
 
-    # At least the choices of this rank's experts, among own tokens and among received tokens; None: not known.
+    # Upper bounds of the choices of this rank's experts, among own tokens and among received tokens; None: not known.
     own_choices: int | None
     received_choices: int | None
 
     def outward(self, rows: Tensor) -> Running:
-        """rows [n, W] of this rank's tokens -> received rows [M, W], of remote tokens."""
+        """rows [n, W] of this rank's tokens -> received rows [M, W]: of remote tokens; by Gathering of all tokens."""
 
     def homeward(self, rows: Tensor) -> Running:
         """rows [M, W] of received tokens -> [n, W], by token of this rank the sum of the returned rows."""
@@ -248,7 +248,10 @@ COLLECTIVES = 6  # in a step: the copies, the choices, and the gradients of weig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The price of both transports for a layer's tokens, forward and backward. Printed by `weft train`."""
+    """The price of both transports for a layer's tokens, forward and backward.
+
+    Decides where the plan names no transport, and is printed by `weft train`.
+    """
 
     size: int  # of "ep"
     tokens: int  # on the rank with the most
