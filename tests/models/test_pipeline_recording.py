@@ -18,12 +18,14 @@ from weft.mesh import ProcessMesh
 from weft.models import ParallelPlan, PipelinePlan, parallelize, record
 from weft.models.decoder import CausalModel
 from weft.models.families import make_model
+from weft.models.parallel.pipeline.cut import follow
+from weft.models.step.alike import block_names, follow_few
 from weft.models.step.communication import Communication
 from weft.models.step.forward_backward import divide_batch, weight_criterion
 
 from tests.models.stepping import observed_microbatches
 from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, batch, make
-from tests.models.test_pipeline_own_model import Residual, flat
+from tests.models.test_pipeline_own_model import Pair, Residual, flat
 from tests.support.sample import number_of
 
 Both = tuple[Communication | None, Communication]
@@ -203,6 +205,49 @@ def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
     step(4)  # fills caches and imports
     few = calls(8)
     assert calls(2048) < 1.02 * few
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_few_layers_tell_the_flow_of_all(name: str) -> None:
+    with torch.device("meta"):
+        model = make_model(replace(CONFIGS[name], num_layers=9))
+    layers = block_names(model, model.parallel_plan())
+    ran: list[nn.Module] = []
+    kind = type(model.get_submodule(layers[0]))
+    forward = kind.forward
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self)
+        return forward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", counted)
+        few = follow_few(model, layers)
+    assert len(ran) < 9
+    assert few == follow(model, layers)
+    assert few.outer_modules and few.layers == tuple(layers)
+
+
+def test_a_flow_from_few_layers_has_the_readers_of_all() -> None:
+    """All layers read the output of `side`; the end of the model reads the last layer's output, with `head`."""
+    model = Residual()
+    model.blocks.extend(Pair() for _ in range(5))
+    layers = [f"blocks.{number}" for number in range(9)]
+    few = follow_few(model, layers)
+    assert few == follow(model, layers)
+    assert few.outer_modules["side"] == {*range(9)}
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["weft", "foreign"])
+def test_all_layers_of_a_foreign_model_run_for_the_cut(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("weft.models.step.record.follow_few", lambda *each: called.append("few") or follow_few(*each))
+    model = make("llama", 4) if is_own else Residual()
+    own = model.parallel_plan() if isinstance(model, CausalModel) else ParallelPlan()
+    plan = replace(own, pipeline=PipelinePlan(microbatches=2))
+    criterion = None if is_own else partial(flat, nn.functional.cross_entropy)
+    record(model, ProcessMesh.grid(pp=2), plan, batch=batch(), criterion=criterion)
+    assert called == (["few"] if is_own else [])
 
 
 def test_a_rank_outside_has_no_stage() -> None:

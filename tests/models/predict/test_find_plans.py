@@ -254,6 +254,30 @@ def test_no_floor_by_runs_of_other_candidates_is_above_the_memory(axes: dict[str
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("axes", [{}, {"pp": 2, "schedule": "1f1b"}], ids=["whole", "stages"])
+def test_no_floor_by_a_run_with_other_sizes_of_tp_and_cp_is_above_the_memory(axes: dict[str, Any]) -> None:
+    prices, _ = prices_of(replace(NARROW, num_layers=8), 8, 16, 64, True)
+    changes: list[dict[str, Any]] = [
+        {"dp": 8}, {"dp": 4, "tp": 2}, {"dp": 2, "tp": 4}, {"dp": 4, "tp": 2, "sequence": True},
+        {"dp": 2, "tp": 4, "sequence": True}, {"dp": 4, "cp": 2, "context": "all_gather"},
+        {"dp": 4, "cp": 2, "context": "ulysses"}, {"dp": 2, "cp": 4, "context": "all_gather"},
+        {"dp": 2, "cp": 4, "context": "ulysses"}, {"dp": 2, "tp": 2, "cp": 2, "context": "all_gather"},
+    ]  # fmt: skip
+    candidates = [Candidate(**axes, **each, microbatches=4) for each in changes]
+    peaks = [prices.memory.peak(each) for each in candidates]
+    raised = 0
+    for known in candidates:
+        memory = PlanMemory(workload=prices.workload, parameters=prices.memory.parameters)
+        without = [memory.known_floor(each) for each in candidates]
+        run = prices.memory.run_for(known)
+        memory.parts.learn(*run, prices.memory.parts.of(*run))
+        floors = [memory.known_floor(each) for each in candidates]
+        assert all(map(float.__le__, floors, map(float, peaks))), str(known)
+        raised += sum(floor > before for floor, before in zip(floors, without, strict=True))
+    assert raised > 2 * len(candidates), "runs tell of candidates with other sizes"
+
+
+@pytest.mark.exhaustive
 def test_memory_under_zero_bubble_is_that_of_the_whole_step() -> None:
     """Memory composed from parts would be too low: operands of weights' gradients stay until these are computed."""
     prices, _ = prices_of(NARROW, 8, 16, 64, True)

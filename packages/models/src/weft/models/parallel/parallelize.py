@@ -18,6 +18,7 @@ from weft.reshard.extension import as_process_mesh, exact_axes, mark_exact, mesh
 
 from ..exact import check_exact, check_shared, check_ulysses, in_words
 from ..schedules.pipeline_plan import PipelinePlan
+from ..schedules.schedule import Schedule
 from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
 from .experts.placement import check_experts, expert_meshes, hook_experts
@@ -44,8 +45,8 @@ Result = TypeVar("Result")
 
 _ATTRIBUTE = "_laid_out"  # attribute of a parallel model: a `_MeshAndPlan`, copied with the model
 PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
-# Set while a step is recorded for several ranks: the model's `Cut`, found once.
-KNOWN_CUT: ContextVar[Cut | None] = ContextVar("the known cut of a model", default=None)
+# Finds a model's `Cut`, with the arguments of `cut`. Set while a step is recorded on shapes, by `on_shapes`.
+FIND_CUT: ContextVar[Callable[[nn.Module, PipelinePlan, Schedule], Cut]] = ContextVar("how to cut", default=cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
 def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
     """Cut the model, and lay this rank's stages out on the mesh of their ranks."""
     schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
-    model_cut = KNOWN_CUT.get() or cut(model, pipeline, schedule)
+    model_cut = FIND_CUT.get()(model, pipeline, schedule)
     coordinate = mesh.coordinate(this_rank())
     assert coordinate is not None, "a model is laid out by the ranks of its mesh"
     exact, trained, state_names = exact_of(plan), dict(model.named_parameters()), set(model.state_dict())

@@ -64,6 +64,7 @@ def advise(
         return change.recompute != candidate.recompute or prices.even_bound(change) <= most
 
     def is_within_memory(change: Candidate) -> bool:
+        runs.prepare(prices.fit_runs(change))
         try:
             return prices.fits(change)
         except ValueError:  # refused by the model
@@ -84,7 +85,9 @@ def advise(
         priced.append((compiled.price(candidate)[0], candidate))  # stands for the same plan with compiled blocks
     faster = sorted((each for each in priced if each[0] <= most), key=lambda each: (each[0], each[1].complexity))
     faster = [each for each in faster if each[0] < math.inf]
-    runs.prepare([run for _, each in faster[:MOST] for run in prices.fit_runs(each)])
+    # More than are needed, if the first are within the memory: no process waits while another makes the last one needed.
+    runs.start([run for _, each in faster for run in prices.fit_runs(each)])
+    found = (each for each in faster if is_within_memory(each[1]))
     return [
         ChangedPlan(
             candidate=each,
@@ -92,5 +95,5 @@ def advise(
             seconds=changed,
             memory_bytes=prices.memory.peak(each),
         )
-        for changed, each in islice((found for found in faster if is_within_memory(found[1])), MOST)
+        for changed, each in islice(found, MOST)
     ]

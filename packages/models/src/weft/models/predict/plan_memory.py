@@ -26,8 +26,8 @@ T = TypeVar("T")
 LARGEST = 2**30  # no tp is larger
 SHORT = 8  # blocks enough to compose the memory of a model of alike blocks
 MEMORY_MICROBATCHES = 2  # the second adds to the gradients of the first
-# The bytes that a block saves for backward depend on these options of a candidate, and on the rows.
-_SAVED_BY = attrgetter("cp", "tp", "ep", "context", "sequence", "recompute")
+# The bytes that a block saves for backward depend on these options of a candidate, and on rows, "tp", "cp" and context.
+_SAVED_BY = attrgetter("ep", "sequence", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,16 +75,18 @@ class PlanMemory:
     def known_floor(self, candidate: Candidate) -> float:
         """A lower bound of `peak` like `floor`, from the runs on shapes made until now: without a further run.
 
-        The saved bytes are a + b * rows, where a and b follow from the options of `_SAVED_BY`. Half the rows therefore
-        save at least half the bytes.
+        The saved bytes are a + b * rows. Half the rows therefore save at least half the bytes, and so do twice the
+        ranks along "tp" or "cp". A run with tensors gathered over "cp" tells only of candidates that gather them alike.
         """
         rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
         saved = 0.0
         if candidate.ep == 1:
             of_peaks = {key: parts.saved for key, parts in self.parts.results().items() if parts is not None}
             for (known, known_rows), parts in (of_peaks | self.saved.results()).items():
-                if parts is not None and _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1):
+                is_alike = _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1)
+                if parts is not None and is_alike and known.context in (None, candidate.context):
                     share = min(1.0, rows / -(-known_rows // known.dp))
+                    share *= min(1.0, known.cp / candidate.cp) * min(1.0, known.tp / candidate.tp)
                     saved = max(saved, share * self._saved_bytes(candidate, parts))
         return self._floor(candidate, saved)
 

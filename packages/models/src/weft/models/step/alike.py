@@ -1,7 +1,8 @@
 """Finds a model's alike blocks, and runs few for all, in a run on shapes.
 
-`copy_blocks` copies few blocks, which stand for all. `message_forms` gives, from few blocks, the forms of the messages
-between stages, which real stages publish in the world's store.
+`copy_blocks` copies few blocks, which stand for all. `follow_few` finds from few blocks what `follow` finds from all,
+for the cut of a model into stages. `message_forms` gives, from few blocks, the forms of the messages between stages,
+which real stages publish in the world's store.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.reshard.extension import differentiable
 
 from ..losses import first_gradient
 from ..parallel import parallelize
+from ..parallel.pipeline.cut import END, Flow, follow
 from ..parallel.pipeline.messages import form_of
 from ..parallel.pipeline.run import Pipeline
 from ..parallel.pipeline.step import Microbatch, run_backward
@@ -184,6 +186,24 @@ def _setting(value: Any, block_name: str) -> Hashable:
     if isinstance(value, tuple):
         return tuple(_setting(each, block_name) for each in value)
     return value if value is None or isinstance(value, bool | int | float) else type(value).__qualname__
+
+
+def follow_few(model: nn.Module, layers: Sequence[str]) -> Flow:
+    """The `Flow` that `follow` finds in a model of Weft's own, from a forward of few of the alike layers.
+
+    A layer reads what the layers alike read. layers: the names of the listed layers. Errors: as for `follow`.
+    """
+    representatives = representatives_of(model, layers, 1)
+    few = follow(copy_blocks(model, layers, [each.number for each in representatives]), layers[: len(representatives)])
+
+    def all_readers(readers: set[int]) -> set[int]:
+        return {number for each in readers for number in ((END,) if each == END else representatives[each].blocks)}
+
+    return Flow(
+        tuple(layers),
+        {name: all_readers(readers) for name, readers in few.outer_modules.items()},
+        {name: all_readers(readers) for name, readers in few.parameters.items()},
+    )
 
 
 MessageForms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind

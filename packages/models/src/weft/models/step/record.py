@@ -19,14 +19,15 @@ from weft.reshard import GradientSync, distribute
 from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
 
 from ..parallel import ParallelPlan, parallelize
-from ..parallel.parallelize import KNOWN_CUT, own_plan, pipeline_of
+from ..parallel.parallelize import FIND_CUT, own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
-from ..parallel.pipeline.cut import Cut
+from ..parallel.pipeline.cut import Cut, cut
 from ..parallel.pipeline.step import Microbatch, RepeatedActions, RepeatsDiffer, can_repeat
 from ..parallel.plan import exact_of
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
+from ..schedules.pipeline_plan import PipelinePlan
 from ..schedules.schedule import Schedule
-from .alike import MessageForms, message_forms, meta_copy
+from .alike import MessageForms, follow_few, message_forms, meta_copy
 from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .exact_refusals import exact_criterion
@@ -232,11 +233,17 @@ def on_shapes(
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
             yield None
             return
-        token = KNOWN_CUT.set(None if shared is None else shared.cut)
+
+        def find_cut(copied: nn.Module, pipeline: PipelinePlan, schedule: Schedule) -> Cut:
+            if shared is not None and shared.cut is not None:
+                return shared.cut
+            return cut(copied, pipeline, schedule, follow_few if can_repeat(model, None) else None)
+
+        token = FIND_CUT.set(find_cut)
         try:
             parallel = parallelize(meta_copy(model), mesh, plan)
         finally:
-            KNOWN_CUT.reset(token)
+            FIND_CUT.reset(token)
         pipeline = pipeline_of(parallel)
         count = shape.microbatches
         if pipeline is not None and count == 1:

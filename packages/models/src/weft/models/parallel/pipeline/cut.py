@@ -51,14 +51,20 @@ class Cut:
         return next(outer, frozenset(range(len(self.ranges))))
 
 
-def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
+def cut(
+    model: nn.Module,
+    plan: PipelinePlan,
+    schedule: Schedule,
+    find_flow: Callable[[nn.Module, Sequence[str]], Flow] | None = None,
+) -> Cut:
     """Cut a model as the plan says. The model is not changed, and no data is computed.
 
+    find_flow: finds the `Flow` of the model and the names of the layers. None: `follow`, which runs all layers.
     Raises ValueError for a model without a list of layers, for more stages than layers, for layer counts with a
     wrong sum, for a split point outside the layers, and as `follow` does.
     """
     layers, ranges = ranges_of(model, plan, schedule)
-    flow = follow(model, layers)
+    flow = (find_flow or follow)(model, layers)
     everywhere = frozenset(range(len(ranges)))
 
     def stages(readers: set[int]) -> frozenset[int]:
