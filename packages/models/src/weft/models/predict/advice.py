@@ -85,7 +85,7 @@ def advise(
         priced.append((compiled.price(candidate)[0], candidate))  # stands for the same plan with compiled blocks
     faster = sorted((each for each in priced if each[0] <= most), key=lambda each: (each[0], each[1].complexity))
     faster = [each for each in faster if each[0] < math.inf]
-    # More than are needed, if the first are within the memory: no process waits while another makes the last one needed.
+    # All runs start at once, so that no process is idle. Where the first plans fit, the last runs are not needed.
     runs.start([run for _, each in faster for run in prices.fit_runs(each)])
     found = (each for each in faster if is_within_memory(each[1]))
     return [

@@ -83,8 +83,8 @@ class PlanMemory:
         if candidate.ep == 1:
             of_peaks = {key: parts.saved for key, parts in self.parts.results().items() if parts is not None}
             for (known, known_rows), parts in (of_peaks | self.saved.results()).items():
-                is_alike = _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1)
-                if parts is not None and is_alike and known.context in (None, candidate.context):
+                has_equal_options = _SAVED_BY(known) == options and (known.pp > 1) == (candidate.pp > 1)
+                if parts is not None and has_equal_options and known.context in (None, candidate.context):
                     share = min(1.0, rows / -(-known_rows // known.dp))
                     share *= min(1.0, known.cp / candidate.cp) * min(1.0, known.tp / candidate.tp)
                     saved = max(saved, share * self._saved_bytes(candidate, parts))

@@ -45,7 +45,7 @@ class GradientSync:
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
     computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter. The
     target layout of a gradient is the parameter's layout, further sharded over `shard_over`.
-    Gradients of several backward passes before `wait()` are added. To give up a step, call `wait()`, then `zero_grad()`.
+    Gradients of several backward passes before `wait()` are added. To give up a step, call `wait()`, `zero_grad()`.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
         all-reduced. Each axis shards the first dim of the local part that the axis's size divides, else dim 0. A scalar
