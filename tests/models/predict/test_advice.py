@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from weft.models import Llama, LlamaConfig
 from weft.models.predict.advice import MOST, TRIED, WORTH, advise
 from weft.models.predict.chip import load_chip
+from weft.models.predict.events import Trace
 from weft.models.predict.find_plans import check_stages, parameters_of, traced_flops
 from weft.models.predict.neighbors import for_memory, neighbors
 from weft.models.predict.plan_memory import PlanMemory
@@ -18,6 +20,7 @@ from weft.models.predict.plan_prices import PlanPrices
 from weft.models.predict.plans import Candidate
 from weft.models.predict.stage_traces import StageTraces
 from weft.models.predict.timeline import PARTS
+from weft.models.predict.trace import trace_step
 from weft.models.predict.workload import Workload
 from weft.models.step.alike import block_names, copy_blocks
 
@@ -112,3 +115,24 @@ def test_blocks_are_copied_without_the_rest() -> None:
     assert copied.get_parameter("embed_tokens.weight") is copied.get_parameter("lm_head.weight")
     own, others = ({id(each) for each in some.parameters()} for some in (model, copied))
     assert not own & others
+
+
+def test_the_step_with_compiled_blocks_is_priced_from_the_trace_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(candidate: Candidate) -> None:
+        raise ValueError("a change is not priced")
+
+    prices, candidate = prices_of(processes=8), Candidate(dp=8)
+    prices = replace(prices, workload=replace(prices.workload, is_compiled=False))
+    estimate = prices.estimate(candidate)
+    parts = {str(part): seconds for part, seconds in estimate.parts.items()}
+    traced: list[bool] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Trace:
+        traced.append(True)
+        return trace_step(*args, **kwargs)
+
+    monkeypatch.setattr("weft.models.predict.workload.trace_step", counted)
+    (found,) = advise(prices, candidate, refuse, seconds=estimate.seconds, parts=parts, memory_bytes=0)
+    assert not traced
+    compiled = prices_of(processes=8).estimate(candidate)
+    assert found.candidate == candidate and found.is_compiled and found.seconds == compiled.seconds < estimate.seconds

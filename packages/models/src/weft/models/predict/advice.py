@@ -82,6 +82,8 @@ def advise(
     priced = [(prices.price(each)[0], each) for each in changes]
     if fits and not is_compiled and prices.chip.threads is None:
         compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
+        run = prices.workload.run_for(candidate)
+        compiled.workload.runs.learn(*run, prices.workload.runs.of(*run))  # compiled or not, a trace is the same
         priced.append((compiled.price(candidate)[0], candidate))  # stands for the same plan with compiled blocks
     faster = sorted((each for each in priced if each[0] <= most), key=lambda each: (each[0], each[1].complexity))
     faster = [each for each in faster if each[0] < math.inf]

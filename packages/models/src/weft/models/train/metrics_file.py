@@ -206,7 +206,7 @@ def _panel(title: str, steps: list[int], values: list[float], width: int) -> str
     figure = Figure()
     figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
     figure.x_label, figure.y_label = "step", title
-    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}" if steps[-1] >= TENTHS_BELOW else f"{tick:.3g}"
+    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}" if steps[-1] >= TENTHS_BELOW else f"{round(tick, 1):g}"
     figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
     figure.set_x_limits(0, steps[-1])
     figure.set_y_limits(low - margin, high + margin)
