@@ -346,7 +346,8 @@ def test_branch_and_bound_finds_what_brute_force_finds_on_machines_and_models_dr
     assert [(each.seconds, each.candidate) for each in outcome.found] == fitting[:3]
     proof = outcome.certificate
     assert proof.is_complete
-    assert proof.enumerated == len(some) == sum(proof.cut.values()) + proof.priced
+    left_out = sum(proof.cut.values()) + sum(proof.refused.values())
+    assert proof.enumerated == len(some) == left_out + proof.priced
     assert sum(proof.cut.values()) > 0
 
 
