@@ -23,7 +23,7 @@ from weft.models.predict.find_plans import check_stages, parameters_of, search_p
 from weft.models.predict.plan_families import least_seconds, least_weights
 from weft.models.predict.plan_memory import PlanMemory, least_tp
 from weft.models.predict.plan_prices import PlanPrices
-from weft.models.predict.plans import Candidate, Space
+from weft.models.predict.plans import RECOMPUTES, Candidate, Space
 from weft.models.predict.search import search
 from weft.models.predict.stage_traces import StageTraces, least_two
 from weft.models.predict.work import count_experts
@@ -254,8 +254,11 @@ def test_no_floor_by_runs_of_other_candidates_is_above_the_memory(axes: dict[str
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("axes", [{}, {"pp": 2, "schedule": "1f1b"}], ids=["whole", "stages"])
-def test_no_floor_by_a_run_with_other_sizes_of_tp_and_cp_is_above_the_memory(axes: dict[str, Any]) -> None:
+def test_no_floor_by_a_run_with_other_sizes_of_tp_and_cp_is_above_the_memory(
+    axes: dict[str, Any], recompute: Recompute
+) -> None:
     prices, _ = prices_of(replace(NARROW, num_layers=8), 8, 16, 64, True)
     changes: list[dict[str, Any]] = [
         {"dp": 8}, {"dp": 4, "tp": 2}, {"dp": 2, "tp": 4}, {"dp": 4, "tp": 2, "sequence": True},
@@ -263,7 +266,7 @@ def test_no_floor_by_a_run_with_other_sizes_of_tp_and_cp_is_above_the_memory(axe
         {"dp": 4, "cp": 2, "context": "ulysses"}, {"dp": 2, "cp": 4, "context": "all_gather"},
         {"dp": 2, "cp": 4, "context": "ulysses"}, {"dp": 2, "tp": 2, "cp": 2, "context": "all_gather"},
     ]  # fmt: skip
-    candidates = [Candidate(**axes, **each, microbatches=4) for each in changes]
+    candidates = [Candidate(**axes, **each, microbatches=4, recompute=recompute) for each in changes]
     peaks = [prices.memory.peak(each) for each in candidates]
     raised = 0
     for known in candidates:

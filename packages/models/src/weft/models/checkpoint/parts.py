@@ -71,7 +71,7 @@ class PartSavePlanner(DefaultSavePlanner):
     """Plans a save in which each part is written once.
 
     Each rank plans all of its parts that have elements. Of the ranks with the same part, torch's `create_global_plan`
-    then picks the one with the fewest bytes to write.
+    then picks the rank with the fewest bytes to write.
     """
 
     def __init__(self) -> None:

@@ -211,7 +211,7 @@ def batch_sizes(text: str) -> tuple[int, int]:
 
 
 class OwnOptions(argparse.ArgumentParser):
-    """A parser of the options that a command has beside those of a run's configuration. It has no --help.
+    """A parser, without --help, of the options that a command has beside the options of a run's configuration.
 
     `parse_known_args` returns the remaining arguments, too. A mistake raises ValueError, for `report_bad_input`.
     """

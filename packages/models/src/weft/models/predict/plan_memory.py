@@ -75,8 +75,8 @@ class PlanMemory:
     def known_floor(self, candidate: Candidate) -> float:
         """A lower bound of `peak` like `floor`, from the runs on shapes made until now: without a further run.
 
-        The saved bytes are a + b * rows. Half the rows therefore save at least half the bytes, and so do twice the
-        ranks along "tp" or "cp". A run with tensors gathered over "cp" tells only of candidates that gather them alike.
+        The saved bytes are a + b * rows. So half the rows save at least half the bytes, and so do twice the
+        ranks along "tp" or "cp". A run with tensors gathered over "cp" tells only of candidates with the same gathers.
         """
         rows, options = candidate.rows_on_rank(self.workload.rows), _SAVED_BY(candidate)
         saved = 0.0

@@ -63,7 +63,7 @@ def forward_backward(
         rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
     microbatches: a divisor of the number of rows. With 1, a plan with a pipeline uses its own number.
     sync: the model's GradientSync, if the program made one; None: made once and kept with the model.
-    inputs: further arguments of the model. Tensors [B, T, ...] are divided by rows, like the tokens. A `dropout_key`
+    inputs: further arguments of the model. Tensors [B, ...] of two dims or more are divided by rows. A `dropout_key`
         gives each microbatch its own key, independent of the mesh. Further values go to every microbatch.
     Communication: the plan's; each gradient bucket once; activations and their gradients between stages; the loss;
         for a criterion of the third kind the sum of a few numbers.

@@ -293,7 +293,7 @@ def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
 def opening_lines(run: Run, *, gpus: int) -> str:
     """The first lines of a run's output: the model, data and mesh, then what the data's folders have besides text.
 
-    These are files that are not UTF-8 text ("skipped"), and entries that are no files, such as sockets ("passed over").
+    "skipped" are files that are not UTF-8 text; "passed over" are entries that are no files, such as sockets.
     gpus: the number of GPUs; with 0 the run computes on CPUs.
     """
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")

@@ -45,11 +45,11 @@ class GradientSync:
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
     computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter. The
     target layout of a gradient is the parameter's layout, further sharded over `shard_over`.
-    Gradients of several backward passes before `wait()` are added. To give up a step, call `wait()`, `zero_grad()`.
+    Gradients of several backward passes before `wait()` are added. To give up a step, call `sync.wait()` and then
+    `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis shards the first dim of the local part that the axis's size divides, else dim 0. A scalar
-        stays whole. None: over no axis.
+        all-reduced. Each axis shards the first local dim that the axis's size divides, else dim 0. None: over no axis.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks; None: their own. The result has the parameter's dtype.
 
@@ -299,7 +299,7 @@ class GradientSync:
     def _before_gather(self) -> None:
         """Called in backward before a gather. Sends zeros for gradients that this pass will not give.
 
-        Peers with all gradients start sums before the gather. Without zeros, this rank would start them in `wait()`.
+        Peers with all gradients start sums before the gather. Without zeros, this rank starts sums in `wait()`.
         """
 
         def is_over(leaf: Leaf) -> bool:
