@@ -294,3 +294,33 @@ def test_eager_bounds_come_first() -> None:
     late: list[Bound[Point]] = [Bound("a", lambda point: 0.0), Bound("b", lambda point: 0.0, is_eager=True)]
     with pytest.raises(ValueError, match="give the eager bounds first"):
         search([], late, lambda p: (p.seconds, None))
+
+
+def test_a_price_is_prepared_ahead_only_for_candidates_with_all_bounds() -> None:
+    """Most candidates are cut off by a bound: runs for their prices would keep a process from runs that are needed."""
+    points = [Point(number, 10.0 + number, (1.0, 9.0 + number)) for number in range(12)]
+    bounded, made = set[Point](), set[tuple[str, Point]]()
+
+    def bound(point: Point) -> float:
+        bounded.add(point)
+        return point.bounds[1]
+
+    def unmade(kind: str) -> Callable[[Point], list[tuple[str, Point]]]:
+        return lambda point: [] if (kind, point) in made else [(kind, point)]
+
+    prepared_ahead = set[tuple[str, Point]]()
+
+    def prepare(needed: Iterable[tuple[str, Point]], ahead: Iterable[Iterable[tuple[str, Point]]]) -> None:
+        made.update(needed)
+        for kind, point in itertools.chain.from_iterable(ahead):
+            assert kind == "bound" or point in bounded, point
+            prepared_ahead.add((kind, point))
+
+    found = search(
+        points,
+        [Bound("cheap", lambda point: point.bounds[0], is_eager=True), Bound("costly", bound, runs=unmade("bound"))],
+        lambda point: (point.seconds, None),
+        keep=3, price_runs=unmade("price"), prepare=prepare,
+    ).found  # fmt: skip
+    assert [each.candidate for each in found] == points[:3]
+    assert {kind for kind, _ in prepared_ahead} == {"bound", "price"}

@@ -66,7 +66,7 @@ from .world.groups import (
     world_cache,
 )
 from .world.recording import Recorded, recording
-from .world.shape_cache import add_dtensors
+from .world.shape_cache import ShapesMode, add_dtensors
 from .world.world import members_by_position, world
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "Pending",
     "Recorded",
     "Running",
+    "ShapesMode",
     "StartedReshard",
     "WaitTimer",
     "add_dtensors",

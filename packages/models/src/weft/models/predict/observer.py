@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.kernels.extension import Op, OpPart
-from weft.reshard.extension import Call, add_dtensors
+from weft.reshard.extension import Call, ShapesMode, add_dtensors
 
 from ..losses import local_value
 from ..step.alike import Representative
@@ -39,7 +38,7 @@ class Placed:
     place: Place
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Observer(ShapesMode):
     """Lists the events of a step on shapes in `placed`. Made by `trace_step` and by `op_cases.Case`.
 
     Collectives come by `on_call`, Weft's ops by `on_op`. As a dispatch mode, the observer sees the ops of torch.
@@ -207,11 +206,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if part in ("forward", "inference"):
             return "repeat" if self.phase == "backward" else "forward"
         return "backward"
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps each call of `__torch_dispatch__` for compilers. None compiles a run on shapes."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -179,14 +179,14 @@ def search(
         return runs_of_stages[stage](candidate)
 
     def first_runs(stage: int, candidate: Any) -> Sequence[Any]:
-        """What the candidate needs first, from this stage up to the price. Few are tried for memory then."""
-        if stage < 0:
+        """What the candidate needs first, from this stage up to the last bound. Bounds spare most prices."""
+        if stage < 0 or stage >= len(bounds):
             return needs(stage, candidate)
-        stages = runs_of_stages[stage : max(stage, len(bounds)) + 1]
+        stages = runs_of_stages[stage : len(bounds)]
         return next((runs for runs_of in stages if (runs := runs_of(candidate))), ())
 
     def ahead(stage: int, candidate: Any) -> Iterator[Sequence[Any]]:
-        if 0 <= stage < len(bounds):
+        if 0 <= stage < len(bounds) - 1:
             yield first_runs(stage + 1, candidate)
         yield from (first_runs(each[2], each[4]) for each in heapq.nsmallest(AHEAD, queue))
 

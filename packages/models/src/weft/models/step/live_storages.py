@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels.extension import observing
-from weft.reshard.extension import add_dtensors, differentiable, memory_of, observing_buckets, tensors_of
+from weft.reshard.extension import ShapesMode, add_dtensors, differentiable, memory_of, observing_buckets, tensors_of
 
 BEFORE = -1  # the place before the first block: the embedding
 
@@ -58,7 +57,7 @@ class _Followed:
     storage: Storage
 
 
-class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(ShapesMode):
     """A context in which each storage made by an op of torch is followed until freed.
 
     The buffers of gathered parameters are followed through `resize_`, which frees and refills. Not seen: memory that

@@ -20,6 +20,10 @@ from ..world.exact import exact_axes
 from .buckets import Bucket, Route
 from .pending_gradient import Forms, GradientForm, Leaf, cast_grad
 
+# The most buckets whose collectives are under way at once. A decoder block has seven matrices, and each large matrix has
+# a bucket of its own: a block's gradients may be summed while backward computes the next block.
+MOST_IN_FLIGHT = 8
+
 
 def check_buckets(bucket_bytes: int, dtype: torch.dtype | None) -> None:
     """Raises ValueError for a bucket without room, and for a dtype in which no gradients are summed."""
@@ -33,8 +37,9 @@ class GradientBuckets:
     """The open buckets of a GradientSync, and the buckets in flight.
 
     bucket_bytes, dtype: see GradientSync.
-    before_wait: called before each wait for the older of two buckets in flight; publishes the gradients sent so far. A
-        rank without gradients learns by this message to give zeros, without which the collective might not end.
+    before_wait: called before a new bucket waits for the oldest of `MOST_IN_FLIGHT` buckets; publishes the gradients
+        sent so far. A rank without gradients learns by this message to give zeros, without which the collective might
+        not end.
     count_gathers: returns how many gathers of parameters this rank has started; see `gather_order`.
     """
 
@@ -143,9 +148,9 @@ class GradientBuckets:
     def _start(self, bucket: Bucket[Leaf]) -> None:
         """Starts this bucket's collective.
 
-        At most two buckets are in flight: older ones are finished first, which frees their buffers.
+        At most `MOST_IN_FLIGHT` buckets are in flight: older ones are finished first, which frees their buffers.
         """
-        while len(self._in_flight) > 1:
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._before_wait()
             self._finish_oldest()
         self._gathers_before.append(self._count_gathers())

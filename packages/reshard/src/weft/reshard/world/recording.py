@@ -18,7 +18,6 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
@@ -33,7 +32,7 @@ from .collective_bytes import (
     received_bytes,
     uneven_bytes,
 )
-from .shape_cache import add_dtensors, call_on_shapes
+from .shape_cache import ShapesMode, add_dtensors, call_on_shapes
 from .world import Positions, enter_world, nontrivial_axes, world
 
 
@@ -373,17 +372,12 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return _RecordedWork(current.add(kind, self, nbytes, tensors, peer, tag, rows))
 
 
-class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Functional(ShapesMode):
     """Records the collectives of DTensor's ops, which on tensors without data call no method of the group."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorded = recorded
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps each call of `__torch_dispatch__` for compilers. None compiles a run on shapes."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

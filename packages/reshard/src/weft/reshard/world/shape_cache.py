@@ -31,6 +31,15 @@ _kinds: dict[Any, _Kind] = {}
 _results: dict[Any, Sequence[_Form]] = {}  # by op and operands; () for an op of the kind "first"
 
 
+class ShapesMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for runs on shapes. A subclass defines `__torch_dispatch__`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps each call of `__torch_dispatch__` for compilers. None compiles a run on shapes."""
+        return False
+
+
 def call_on_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, from inside `__torch_dispatch__`.
 
