@@ -1,9 +1,9 @@
 """Collectives on local tensors, as generators: each yields the started Works, and returns the result.
 
 `Pending` runs a generator, with time for computation between start and wait. Callers are the executor (steps of plans),
-buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops)
-and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
-reduce-scatters go as all-to-alls.
+buckets.py and shared_memory.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops), and
+weft.models' transports of experts' tokens and packed keys. This file decides how a backend performs a collective: on
+gloo, all-gathers and reduce-scatters go as all-to-alls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tree import Members, tree_sum
 from .waits import wait_for
 
 Running = Generator[dist.Work, None, Tensor]
-# A step of a collective: the group along one or several axes, and its members' positions (a range: in order).
+# A step of a collective: a group along one or several axes, and the members' positions, both from `group_along`.
 CollectivePhase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
@@ -55,7 +55,11 @@ _MOST_IN_FLIGHT = 3  # pieces; more would compete for a link, and end no sooner
 
 
 class Pending:
-    """Running collectives: the first is started at construction; `wait()` runs the rest and returns the result."""
+    """Running collectives: the first is started at construction; `wait()` runs the rest and returns the result.
+
+    Made by `start` of plans, by buckets.py, and by ops of weft.kernels and transports of weft.models.
+    _work: the collective under way; None once the result is there. _result: set when `_work` becomes None.
+    """
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -67,7 +71,7 @@ class Pending:
         return cls(immediate_result(result))
 
     def wait(self) -> Tensor:
-        """Waits for the started collective, runs the rest, and returns the result."""
+        """Waits for the started collective, runs the rest, and returns the result; later calls return at once."""
         while self._work is not None:
             wait_for(self._work)
             self._advance()
@@ -91,8 +95,8 @@ def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Collective
     """Cuts a rank's part into pieces, which pass through the phases of a collective as through a pipeline.
 
     While a piece is in a phase, the next piece is in the phase before, and links of different speeds work at once.
-    A single phase, or little data, takes a single piece.
-    elements: of the part. tensor: has the part's device and dtype.
+    A single phase, or little data, takes a single piece. Called by the executor's all-gather, and by `reduce_scatter`.
+    Returns ranges of the part's elements, flat. elements: of the part. tensor: has the part's device and dtype.
     """
     if len(phases) == 1:
         return [slice(0, elements)]
@@ -105,8 +109,9 @@ def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Collective
 def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
     """Runs the generators of several pieces, with collectives of at most three pieces in flight.
 
-    Before a piece begins, the oldest collective is waited for, and its piece goes on to the next collective. All ranks
-    must interleave the same pieces.
+    Called by `gather_pieces` and `_scatter_pieces`. Yields the collective to be waited for next. Where two collectives
+    are in flight when a piece begins, the oldest is waited for first, and the oldest piece starts the next phase.
+    All ranks must interleave the same pieces.
     """
     active: deque[tuple[Running, dist.Work]] = deque()
 
@@ -128,7 +133,11 @@ def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
 
 
 def all_gather(part: Tensor, phases: Sequence[CollectivePhase]) -> Running:
-    """All-gathers `part` phase by phase; returns all members' parts by position, the last phase's axis outermost."""
+    """All-gathers `part` phase by phase. Called by the executor, and by weft.models' transport of experts' tokens.
+
+    part: of any shape, equal on all ranks. Returns the members' parts sorted by position, [members of the last phase,
+    elements gathered in the phases before]: the last phase's axis is outermost.
+    """
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
@@ -139,9 +148,10 @@ def all_gather(part: Tensor, phases: Sequence[CollectivePhase]) -> Running:
 def gather_pieces(
     part: Tensor, phases: Sequence[CollectivePhase], pieces: Sequence[slice], into: Tensor
 ) -> Generator[dist.Work, None, None]:
-    """`all_gather` piece by piece, into a tensor with any strides.
+    """`all_gather` piece by piece, into a tensor with any strides. Called by the executor's all-gather.
 
-    part: flat. into: receives the parts, [*sizes of the phases, last phase first, elements of a part].
+    part: flat. pieces: from `split_into_pieces`.
+    into: receives the parts, [*sizes of the phases, last phase first, elements of a part].
     """
 
     def gather(piece: slice) -> Running:
@@ -152,8 +162,9 @@ def gather_pieces(
 
 
 def uses_all_to_all() -> bool:
-    """Whether all-gathers and reduce-scatters are run as all-to-alls.
+    """Whether all-gathers and reduce-scatters are run as all-to-alls; of a world on gloo.
 
+    Called in this file, and by shared_memory.py, which shares memory between processes only where this is true.
     False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check which
     all-to-alls would skip.
     """
@@ -163,6 +174,9 @@ def uses_all_to_all() -> bool:
 def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
     """Starts to fill `gathered` with the parts of the group's members, in the order of the group's ranks.
 
+    Called by `all_gather`, by gathering.py for parameters, and by the cross-entropy ops of weft.kernels.
+    gathered: contiguous, with the elements of [members, elements of a part]. part: may be this rank's row of
+    `gathered`.
     On gloo an all-to-all does this in half the time or less, but needs the result's memory a second time meanwhile.
     Two ranks need no extra memory. On a FoldedGroup the all-gather is over when this function returns.
     """
@@ -211,6 +225,7 @@ def _gather_folded(gathered: Tensor, part: Tensor, group: FoldedGroup) -> None:
 def start_sum(tensor: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
     """Starts to add up the group's tensors in place, by an all-reduce.
 
+    Called by weft.kernels' sharded cross-entropy, for sums over the axes that shard the tokens.
     Inside `exact_sums`, every rank gathers the tensors and adds them in the tree before the function returns: meant for
     few numbers.
     """
@@ -225,6 +240,7 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Wo
 def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup, members: Members) -> Running:
     """Reduces the members' tensors into the memory of `tensor`; bool is reduced as uint8, which every backend supports.
 
+    Called by the executor, buckets.py and shared_memory.py. Divided by the number of members for "avg".
     On gloo, two ranks swap small tensors and add the received tensor: the same bytes as an all-reduce, in a single step
     instead of two. For at most two elements, gloo's own all-reduce swaps and adds, too.
     members: the group's members as addends, reduced in the tree inside `exact_sums` (see `adds_in_tree`).
@@ -245,6 +261,7 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup, members: Membe
 def adds_in_tree(op: str, members: int) -> bool:
     """Whether a reduction of the tensors of this number of members is taken in the fixed tree.
 
+    Called in this file, and by shared_memory.py. members: the number of members; op: a key of `REDUCE_OPS`.
     True inside `exact_sums`, for more than two members, and for two members by min or max: a backend may return either
     of 0.0 and -0.0, and miss a NaN. Two addends have the same sum in either order.
     """
@@ -252,7 +269,10 @@ def adds_in_tree(op: str, members: int) -> bool:
 
 
 def all_reduce_bytes(op: str, tensor_elements: int, itemsize: int, ranks: int) -> int:
-    """Bytes received by a rank in `all_reduce` of a tensor, which is padded where `adds_in_tree`."""
+    """Bytes received by a rank in `all_reduce` of a tensor, which is padded where `adds_in_tree`.
+
+    Called to count a sum taken by an all-to-all and an all-gather, or in shared memory (shared_memory.py).
+    """
     if adds_in_tree(op, ranks):
         tensor_elements = -(-tensor_elements // ranks) * ranks
     return received_bytes("all-reduce", ranks, tensor_elements * itemsize, 0, itemsize)
@@ -289,8 +309,10 @@ def _all_reduce_in_tree(
 def reduce_scatter(
     stacked: Tensor, op: str, phases: Sequence[CollectivePhase], addends: Sequence[Members] | None = None
 ) -> Running:
-    """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
+    """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result, flat.
 
+    Called by the executor and buckets.py; without addends by weft.models' transport of experts' tokens, and by the
+    linear cross-entropy of weft.kernels.
     stacked: [*sizes of the phases in order, elements of a part], with any strides; not changed.
     addends: the members of each phase as addends, reduced in the tree inside `exact_sums` (see `adds_in_tree`). None:
         each phase is along a single axis, whose positions are the order of the addends.
@@ -363,7 +385,7 @@ def _start_swap(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instea
 
 
 def as_work(work: Any) -> dist.Work:
-    """The work of a collective of torch, for type checkers."""
+    """The work of a collective of torch, for type checkers. Called in this file, and by `exchange` in transfer.py."""
     assert work is not None, "async_op=True returns the work"
     started: dist.Work = work
     return started

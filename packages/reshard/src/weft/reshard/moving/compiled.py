@@ -31,7 +31,7 @@ from .executor import execute, start_plan
 def add_plan_node(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`executor.start_plan` while a graph is traced: adds a node for the whole plan.
 
-    Communication: the plan's steps, whenever the graph runs.
+    Called by `_start` in reshard.py. Communication: the plan's steps, whenever the graph runs.
     """
     if all(isinstance(step, Local) for step in plan.steps):
         return start_plan(plan, local, mesh)
@@ -39,7 +39,9 @@ def add_plan_node(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def add_start_node(plan: Plan, local: Tensor) -> Tensor:
-    """Adds a node which starts a plan, each time the graph runs.
+    """Adds a node which starts a plan, each time the graph runs. Called by `begin_in_graph`.
+
+    In backward called by `_FinishInGraph`, for the gradient's plan.
 
     Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
     """
@@ -48,8 +50,9 @@ def add_start_node(plan: Plan, local: Tensor) -> Tensor:
 
 
 def add_wait_node(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Adds a node that waits for the plan started by `add_start_node`.
+    """Adds a node that waits for the plan started by `add_start_node`. Called by `finish_in_graph`.
 
+    In backward called by `_BeginInGraph`. number: from `add_start_node`, of shape [1].
     local: the same tensor as for `add_start_node`; a use here keeps the compiler from reusing the memory in between.
     shape: the result's shape.
     """
@@ -60,7 +63,9 @@ def add_wait_node(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor
 def graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
     """The placements of a `reshard` as arguments of Dynamo's node: mesh axes and texts.
 
-    The mesh axes are None where the placements are in the mesh's order, or a single text.
+    Called by `reshard` while Dynamo traces. A mapping of placements gives the mesh axes, and a text for each axis. A
+    sequence gives None, and the texts in the mesh's order. A text like "dp: S(0)" gives None, and the same text.
+    Without placements, None and no texts.
     """
     if placements is None or isinstance(placements, str):
         return None, placements or ()
@@ -135,6 +140,8 @@ def _(number: Tensor, local: Tensor, shape: list[int]) -> Tensor:
     return local.new_empty(shape)
 
 
+# The ops with communication. Selective recomputation in a compiled model (weft.models' parallel/recompute.py) keeps
+# the outputs: the repeated forward, in backward, does not communicate again.
 COMMUNICATING = (
     torch.ops.weft.reshard.default,
     torch.ops.weft.begin_reshard.default,

@@ -57,6 +57,8 @@ def is_strided(dtensor: DTensor) -> bool:
 def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
     """The layout given by `placements` on a DeviceMesh. Of the axes that shard a dim, earlier axes are major.
 
+    Called by `layout_of` and `layout_from_arguments`, and by weft.models' parallel/local_modules.py for gradients.
+    placements: torch's or Weft's, for each axis in the DeviceMesh's order.
     Where a layout's shards are not in the order of the mesh's axes, `torch_layout` permutes the axes. For a permuted
     DeviceMesh, the result is a layout on the ProcessMesh before the permutation, with the same order of shards.
     """
@@ -128,24 +130,36 @@ def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; a plain tensor as it is."""
+    """The local tensor of a DTensor; a plain tensor as it is. Differentiable, as `to_local()` is.
+
+    Called by clip.py, and by weft.models for gradients, adapters and targets.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shape_of(dtensor: Tensor) -> tuple[int, ...]:
-    """The global shape as ints, also while a graph is traced."""
+    """The global shape as ints, also while a graph is traced: torch.Size may then hold symbolic sizes.
+
+    Called where a shape goes into a plan or a cache: here, by Muon, weft.kernels' dispatch and weft.models.
+    """
     return tuple(map(int, dtensor.shape))
 
 
 def wrap_with_spec(local: Tensor, spec: Any) -> DTensor:
-    """The DTensor of the spec, from `dtensor_spec`, with the local part `local`; as `wrap`, but faster."""
+    """The DTensor of the spec, from `dtensor_spec`, with the local part `local`; as `wrap`, but faster.
+
+    Called by `wrap`, and where the spec is cached: gradients, weft.kernels' outputs, the pipeline's messages.
+    """
     # Not DTensor(...), which also calls, through slow wrappers, an __init__ that does nothing: three times the time.
     dtensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return dtensor
 
 
 def dtensor_spec(dtensor: DTensor) -> Any:
-    """torch's spec of a DTensor: equal for DTensors of the same layout, shape and dtype, and fast to read."""
+    """torch's spec of a DTensor: equal for DTensors of the same layout, shape and dtype, and fast to read.
+
+    Called for keys of caches (`cached_change`, weft.kernels' dispatch), and to make DTensors by `wrap_with_spec`.
+    """
     return dtensor._spec
 
 
@@ -155,8 +169,9 @@ _names_of_memory: dict[type[DTensor], str] = {}  # by class, the attribute that 
 def memory_of(dtensor: DTensor) -> Tensor:
     """The tensor inside a DTensor that holds the local part: new memory for this tensor is new memory for the DTensor.
 
-    `to_local()` of a parameter returns a new view instead (torch 2.13). The tensor is an attribute, whose name comes
-    from torch's protocol for tensor subclasses that hold tensors (`__tensor_flatten__`): 5 us, once for each class.
+    Called by ZeRO, the optimizers and weft.models, to fill or to read memory without autograd. `to_local()` of a
+    parameter returns a new view instead (torch 2.13). The tensor is an attribute, whose name comes from torch's
+    protocol for tensor subclasses that hold tensors (`__tensor_flatten__`): 5 us, once for each class.
     A DTensor keeps this tensor while a weak reference to the DTensor exists: torch swaps no tensor that has weak
     references (`torch.utils.swap_tensors`).
     """
@@ -183,7 +198,11 @@ def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
 
 
 def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[TorchPlacement, ...]]:
-    """The DeviceMesh and torch's placements for `layout`."""
+    """The DeviceMesh and torch's placements for `layout`, as DTensor.from_local takes both.
+
+    Called by `_spec`, and by weft.models' parallel/boundaries.py. The DeviceMesh has permuted axes where earlier axes
+    of the mesh are not major in `layout`. Communication: the mesh's groups, where new.
+    """
     mesh, placements = _as_torch_order(layout)
     return device_mesh(mesh, device_type, layout.mesh if mesh != layout.mesh else None), placements
 
@@ -259,8 +278,8 @@ def distribute(
     device_mesh: the mesh by torch's name for the argument; None: `layout` has the mesh.
 
     Where the layout is Partial over an axis, the value stays at index 0 of the axis, and the other ranks hold the
-    operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums`, index 0 is
-    counted on the named mesh. A rank that stands for several indices there holds the addends of all, stacked.
+    operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums`, indices
+    are counted on the named mesh. A rank with several indices holds a stack: an addend for each index (tree.py).
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """
@@ -293,7 +312,7 @@ def distribute(
 
 
 def layout_from_arguments(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layout:
-    """The Layout of a mesh and placements as a caller gives them.
+    """The Layout of a mesh and placements as a caller gives them to `reshard` or `distribute`.
 
     A sequence with a placement for each axis of a DeviceMesh is in the DeviceMesh's axis order.
     """
@@ -305,12 +324,15 @@ def layout_from_arguments(mesh: ProcessMesh | DeviceMesh, placements: Placements
 def mesh_argument(
     mesh: ProcessMesh | DeviceMesh | None, device_mesh: ProcessMesh | DeviceMesh | None
 ) -> ProcessMesh | DeviceMesh | None:
-    """The mesh given as `mesh` or, by torch's name, as `device_mesh`; None for neither. Raises ValueError for both."""
+    """The mesh given as `mesh` or, by torch's name, as `device_mesh`; None for neither. Raises ValueError for both.
+
+    Called by `reshard` and `distribute`, and by weft.models' parallelize() and from_pretrained().
+    """
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh= and device_mesh= are two names of one argument; give one of them")
     return device_mesh if mesh is None else mesh
 
 
 def as_process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
-    """The ProcessMesh of a ProcessMesh or DeviceMesh."""
+    """The ProcessMesh of a ProcessMesh or DeviceMesh: called by public functions that take either."""
     return process_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh

@@ -63,7 +63,7 @@ from .order_check import announce
 from .transfer import Stacking, Transfer, crop, exchange, pad, stacking_of
 from .tree import Members, members_along
 
-OnReceived = Callable[[Tensor], None]  # is called with a received tensor
+OnReceived = Callable[[Tensor], None]  # called with a received tensor, when the last collective has ended
 _thread_state = threading.local()  # autograd runs the backward of each device on a separate thread
 
 
@@ -86,7 +86,8 @@ def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
 def prepare(plan: Plan, mesh: DeviceMesh) -> PreparedPlan:
     """The plan made ready for this rank; the same value for the same plan and mesh, as long as the process groups last.
 
-    mesh: the mesh of the tensor before the plan. Communication: none.
+    Called by `start_plan`, and by stacked_plan.py. mesh: the DeviceMesh of the tensor before the plan.
+    Communication: none.
     """
     cache, key = world_cache(), (PreparedPlan, plan, mesh)
     found: PreparedPlan | None = cache.get(key)
@@ -101,16 +102,16 @@ class PreparedPlan:
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan, self._mesh, self._rank = plan, mesh, this_rank()
         self._takes_part = self._rank in plan.src.mesh or self._rank in plan.dst.mesh
-        self.communicates = not all(isinstance(step, Local) for step in plan.steps)
+        self.communicates = not all(isinstance(step, Local) for step in plan.steps)  # the same on all ranks
         self.does_nothing = not plan.steps  # whether a run returns the local tensor itself
         self._steps: list[_PreparedStep] | None = None
 
     def start(self, local: Tensor) -> Pending:
         """Starts the first collective on this rank's local tensor; `wait()` runs the rest.
 
-        Inside `replay_received` nothing is sent: the result is the tensor received in forward.
-        Communication: the plan's steps, in order; at the first run also the new groups of the plan's meshes. A rank
-        outside both meshes does nothing.
+        Called by `reshard`, and by `start_plan`. Inside `replay_received` nothing is sent: the result is the tensor
+        received in forward. Communication: the plan's steps, in order; at the first run also the new groups of the
+        plan's meshes. A rank outside both meshes does nothing.
         """
         return run_or_replay(self.run, local) if self.communicates else Pending(self.run(local))
 
@@ -259,7 +260,7 @@ class _StepPreparer:
     rank: int
 
     def prepare(self, step: Step) -> _PreparedStep:
-        """The step, ready to run. Communication: groups that are new to this world are made."""
+        """The step, ready to run. Called at the first run of a PreparedPlan. Communication: new groups are made."""
         match step:
             case AllGather():
                 result_shape = self._shape_after(step)
@@ -351,11 +352,11 @@ class _StepPreparer:
 
 @contextmanager
 def record_received(make_callback: Callable[[], OnReceived]) -> Iterator[None]:
-    """Context manager: in the block, each reshard with communication passes the received tensor to a callback.
+    """Context manager: in the block, reshards and transports (`run_or_replay`) pass received tensors to callbacks.
 
-    Likewise each transport of experts' tokens and each transfer of packed keys; in the calling thread alone.
+    Entered by weft.models' parallel/recompute.py around a forward. Holds for the calling thread alone.
 
-    make_callback: called when a reshard starts; returns the callback for the tensor which this reshard receives.
+    make_callback: called when a reshard or transport starts; returns the callback for the tensor to be received.
     """
     with _set_in_block("make_callback", make_callback):
         yield
@@ -363,13 +364,19 @@ def record_received(make_callback: Callable[[], OnReceived]) -> Iterator[None]:
 
 @contextmanager
 def replay_received(next_received: Callable[[], Tensor]) -> Iterator[None]:
-    """Context manager: in the block, a reshard that would communicate returns `next_received()`, and sends nothing."""
+    """Context manager: in the block, each `run_or_replay` sends nothing, and gives `next_received()` as the result.
+
+    Entered by parallel/recompute.py around the repeated forward, in backward. Holds for the calling thread alone.
+    """
     with _set_in_block("next_received", next_received):
         yield
 
 
 def run_or_replay(run: Callable[[Tensor], Running], local: Tensor) -> Pending:
-    """Starts the collectives of `run(local)`; inside `replay_received`, returns the tensor received earlier instead."""
+    """Starts the collectives of `run(local)`; inside `replay_received`, returns the tensor received earlier instead.
+
+    Called by `start` of a plan with communication, and by weft.models to transport experts' tokens and packed keys.
+    """
     next_received: Callable[[], Tensor] | None = getattr(_thread_state, "next_received", None)
     if next_received is not None:
         return Pending.finished(next_received())

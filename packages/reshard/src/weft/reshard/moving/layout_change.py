@@ -41,18 +41,21 @@ class LayoutChange(NamedTuple):
     plan: Plan  # from src to target
     prepared_plan: PreparedPlan | StackedPlan  # the plan ready to run on this rank
     local_shape: tuple[int, ...]  # shape of this rank's part of the input, with stacked addends (tree.py)
-    strided_spec: Any  # for `restate_as_input`: the spec of an input with a `_StridedShard`; else None
+    strided_spec: Any  # the spec of an input with a `_StridedShard`, if cotangent == src; else None
     topology: Topology | None  # as given to `reshard`
     memory_limit: int | None  # as given to `reshard`
 
     @property
     def options(self) -> dict[str, Any]:
-        """The caller's options of `reshard`, for the reshard of the gradient."""
+        """The caller's options of `reshard`, as keyword arguments for the gradient's reshard, in backward."""
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
     @property
     def plan_in_graph(self) -> Plan:
-        """The plan, for a graph of torch.compile. Raises LayoutError where a StackedPlan must run in its place."""
+        """The plan, for a graph of torch.compile; read by reshard.py while a graph is traced.
+
+        Raises LayoutError where a StackedPlan must run in place of the plan.
+        """
         if isinstance(self.prepared_plan, StackedPlan):
             raise LayoutError(
                 f"exact sums of ({self.src}) on {self.src.mesh} add stacked addends, which compiled code cannot; run "
@@ -61,16 +64,18 @@ class LayoutChange(NamedTuple):
         return self.plan
 
     def restate_as_input(self, grad: DTensor) -> DTensor:
-        """The input's gradient, with the input's own spec, as autograd needs.
+        """`grad` with the input's own spec, as autograd needs. The last act of a reshard's backward, in reshard.py.
 
-        One layout can have two specs: torch's with a `_StridedShard`, and Weft's, which permutes the mesh's axes.
+        grad: the input's gradient, in the layout `cotangent`. The layout of an input with a `_StridedShard` has two
+        specs: torch's, and Weft's, which permutes the mesh's axes. The result has torch's.
         """
         return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
     def wrong_local_shape(self, local: Tensor, shape: torch.Size) -> LayoutError:
-        """The error for an input whose local tensor has another shape than `local_shape`. shape: global.
+        """The error for an input whose local tensor has another shape than `local_shape`; raised by `_start`.
 
-        If this rank sent the local tensor, the receiving ranks would wait for the missing elements.
+        local: the local tensor. shape: the input's global shape.
+        The error comes before anything is sent: from a rank with too few elements, the receivers would wait for more.
         """
         rank = this_rank()
         return LayoutError(
@@ -87,7 +92,10 @@ def cached_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> LayoutChange:
-    """`plan_change`, cached by the DTensor's spec, the arguments and the named mesh; not cached in a traced graph."""
+    """`plan_change`, cached by the DTensor's spec, the arguments and the named mesh. Called by `_start` in reshard.py.
+
+    In a traced graph nothing is cached.
+    """
     if is_compiling():
         return plan_change(dtensor, mesh, placements, topology, memory_limit)
     target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
@@ -107,7 +115,10 @@ def plan_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> LayoutChange:
-    """The LayoutChange for `reshard` with these arguments; their meanings and errors are in `reshard`."""
+    """The LayoutChange for a `reshard` with these arguments. Meanings and errors of the arguments: as in `reshard`.
+
+    Called by `cached_change`; in a traced graph also by `begin_in_graph`, `finish_in_graph` and the latter's backward.
+    """
     src, shape = layout_of(dtensor), shape_of(dtensor)
     target = _target(src, mesh, placements).resolved(shape)
     reshard_plan = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)

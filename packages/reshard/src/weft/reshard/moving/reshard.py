@@ -41,7 +41,8 @@ def reshard(
     placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text like "dp: S(0)".
         Axes without a placement replicate; None replicates on all axes.
     device_mesh: torch's name for `mesh`; None where `mesh` is given, or neither.
-    topology, memory_limit: see `plan`; None: the fewest bytes, and no limit.
+    topology: the links by which `plan` chooses the steps; None: the fewest bytes.
+    memory_limit: bytes that may be alive at the same time on a rank, see `plan`; None: no limit.
 
     Differentiable, and so is the backward. Even where the forward moves nothing, the backward brings the gradient to
     the layout of `dtensor`, with Replicate on axes where `dtensor` is Partial. Where this rank receives nothing, the
@@ -103,6 +104,8 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
+    Called by users; by weft.models, for keys and values (parallel/context.py) and exact sums of losses (losses.py);
+    and by the backward of `wait()`.
     Arguments and LayoutErrors as `reshard`. In compiled code call `reshard`: torch.compile cannot trace this
     function. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may write to `dtensor`.
     In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
@@ -141,7 +144,12 @@ def _start(
 
 
 class StartedReshard:
-    """A reshard under way; made by `start_reshard`, finished by `wait()`."""
+    """A reshard under way; made by `start_reshard`, finished by `wait()`.
+
+    _arguments: from `_start`: the input, the LayoutChange and the running plan.
+    _gradient_reshard: the place where the backward of `wait()` leaves the gradient's reshard.
+    _token: the output of `_StartFunction`, until the first `wait()`; None where the input needs no gradient.
+    """
 
     def __init__(self, dtensor: DTensor, change: LayoutChange, pending: Pending) -> None:
         self._arguments = dtensor, change, pending
@@ -151,7 +159,11 @@ class StartedReshard:
             self._token = _StartFunction.apply(dtensor, change, self._gradient_reshard)  # type: ignore[no-untyped-call]
 
     def wait(self) -> DTensor:
-        """Returns the resharded tensor. Communication: the plan's collectives after the first."""
+        """Returns the resharded tensor. Communication: the plan's collectives after the first.
+
+        Called once, by the caller of `start_reshard` or by `_StartFunction.backward`. A second call returns a new
+        DTensor with the same memory, and communicates nothing; in backward the gradient is resharded separately.
+        """
         dtensor, change, pending = self._arguments
         token, self._token = self._token, None
         result: DTensor
@@ -165,11 +177,16 @@ class StartedReshard:
 class _GradientReshard:
     """Hands the gradient's reshard from `_WaitFunction.backward` to `_StartFunction.backward`."""
 
-    started: StartedReshard | None = None  # set between these two calls
+    # Set by `_WaitFunction.backward`; taken out, and set to None, by `_StartFunction.backward`.
+    started: StartedReshard | None = None
 
 
 def to_global(dtensor: DTensor) -> Tensor:
-    """The whole tensor, on every rank of the mesh. Communication: a reshard to Replicate on every axis."""
+    """The whole tensor, on every rank of the mesh. Communication: a reshard to Replicate on every axis.
+
+    Called by users, and by weft.models for logits, class weights, and parameters read whole (checkpoints, pipeline).
+    Raises ValueError for a plain tensor.
+    """
     if not isinstance(dtensor, DTensor):
         raise ValueError(f"to_global takes a DTensor, got a {type(dtensor).__name__}; a plain tensor is whole already")
     return reshard(dtensor, placements=[Replicate()] * dtensor.device_mesh.ndim).to_local()
@@ -241,10 +258,11 @@ class _WaitFunction(torch.autograd.Function):
 
 
 def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
-    """`start_reshard` inside an `in_graph` function, as weft.models' parallel/context.py calls it.
+    """`start_reshard` inside an `in_graph` function. Called by weft.models' parallel/context.py, for keys and values.
 
-    Returns two tensors for `finish_in_graph`: a number, which names the started reshard while the graph runs, and an
-    uninitialized tensor of the result's local shape (see `_BeginInGraph`).
+    Returns two tensors, both given to `finish_in_graph`. First the number of the started plan (`add_start_node`), under
+    which the wait finds the plan when the graph runs. Then an uninitialized tensor, of which forward reads the shape
+    alone: the result's local shape. In backward the two tensors' gradients carry values (see `_BeginInGraph`).
     """
     change = plan_change(dtensor, None, placements, None, None)
     outputs: tuple[Tensor, Tensor] = _BeginInGraph.apply(dtensor, change)  # type: ignore[no-untyped-call]
@@ -252,7 +270,10 @@ def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor
 
 
 def finish_in_graph(number: Tensor, uninitialized: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
-    """Waits for the reshard started by `begin_in_graph` with the same `dtensor`; returns the resharded DTensor."""
+    """Waits for the reshard started by `begin_in_graph`; returns the resharded DTensor. Called by parallel/context.py.
+
+    number, uninitialized: from `begin_in_graph`. dtensor, placements: the same as for `begin_in_graph`.
+    """
     change = plan_change(dtensor, None, placements, None, None)
     result: DTensor = _FinishInGraph.apply(number, uninitialized, dtensor.detach(), change)  # type: ignore[no-untyped-call]
     return result
@@ -261,7 +282,7 @@ def finish_in_graph(number: Tensor, uninitialized: Tensor, dtensor: DTensor, pla
 class _BeginInGraph(torch.autograd.Function):
     """The start of a reshard in a graph. Returns the reshard's number (`add_start_node`) and an uninitialized tensor.
 
-    In forward, `_FinishInGraph` reads the number, and nothing reads the uninitialized tensor. In backward, the outputs'
+    In forward, `_FinishInGraph` reads the number, and the shape of the uninitialized tensor. In backward, the outputs'
     gradients carry two values from `_FinishInGraph.backward` to the backward here: the number of the gradient's
     reshard, and the local gradient that is being sent, of the result's local shape. The number is a float because only
     float tensors have gradients.

@@ -30,8 +30,10 @@ from .tree import NO_ADDENDS, Addends, addends_of, tree_order
 def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan | StackedPlan:
     """The plan ready to run on this rank: unchanged, or inside `exact_sums` as a StackedPlan if `_differs`.
 
-    target: `plan.dst` with the mesh's axes in the caller's order, which the plan may have changed.
-    mesh: the DeviceMesh of the tensor before the plan. Communication: none.
+    Called by `plan_change`, for each new LayoutChange. mesh: the DeviceMesh of the tensor before the plan.
+    target: the layout given to `reshard`. Where the target's mesh is the source's with the axes in a different order,
+    `plan.dst` has the axes in the source's order; leading dims of stacked addends follow the order of `target`.
+    Communication: none.
     """
     if exact_axes() is None or not _differs(plan):
         return prepare(plan, mesh)
@@ -92,8 +94,9 @@ def _new_partial_axes(plan: Plan) -> list[str]:
 
 
 def _region_axis(plan: Plan) -> str | None:
-    """The axis along which each shard of the named mesh becomes an addend, with the op's identity around; or None.
+    """The axis along which each shard of the named mesh becomes an addend of a newly Partial value; or None.
 
+    The addend has the shard's values in the shard's place, and the op's identity elsewhere.
     Four conditions: the plan stays on a single mesh; the plan changes this axis alone, from Shard to a Partial other
     than Partial("avg"); no further axis with a named size above 1 shards the dim; and the named mesh's shards are even.
     Without an axis, the addend of coordinate 0 is the whole value, and all further addends are the op's identity; for
@@ -117,9 +120,9 @@ def _region_axis(plan: Plan) -> str | None:
 class _Stage:
     """A part of a StackedPlan: adds the rank's own addends along some axes, then runs a plan on each addend left."""
 
-    addends: Addends  # before the stage
-    collapsed: tuple[str, ...]  # the axes of the rank's own sum
-    prepared: PreparedPlan
+    addends: Addends  # the stacked addends before the stage
+    collapsed: tuple[str, ...]  # the axes along which the rank adds own addends before the plan
+    prepared: PreparedPlan  # runs once for each addend that remains after `collapsed`
 
 
 class StackedPlan:
@@ -127,10 +130,11 @@ class StackedPlan:
 
     Callers use a StackedPlan as a PreparedPlan, by `start` and `does_nothing`.
 
-    Axes are reduced in the tree's order, innermost first. A rank adds the addends of its coordinates, then a plan adds
-    the ranks' sums. Where an axis to be reduced later has stacked addends, the plan runs once for each addend, and more
-    bytes move than by the ordinary plan. An axis that stays Partial with stacked addends costs the same: a run for each
-    addend. `_region_axis` says which addends a newly Partial axis gets; with Partial("avg"), every addend is the value.
+    A run goes through the `_stages`, which reduce the axes in the tree's order, innermost first. In a stage, a rank
+    adds the addends of the rank's own coordinates, then a plan adds the ranks' sums. The plan runs once for each addend
+    still stacked, on axes reduced later or staying Partial: more bytes move than by the ordinary plan. After the last
+    stage, new Partial axes get addends without communication, as `_region_axis` says; with Partial("avg"), every
+    addend is the value.
     """
 
     does_nothing = False  # callers always run a StackedPlan, also where the run returns the local tensor itself
@@ -143,24 +147,25 @@ class StackedPlan:
         staying = [axis for axis in partial_axes(dst) if axis not in self._new_partial]
         reduced = [axis for axis in tree_order(partial_axes(src)) if axis not in staying]
         self._op = next((p.op for p in src.placements if isinstance(p, Partial)), "sum")
-        self._divisor = 1
+        self._divisor = 1  # the named mesh's coordinates along the reduced axes, for Partial("avg")
         if self._op == "avg":  # divided once, at the end
             self._divisor = math.prod(named_size(src.mesh, axis) for axis in reduced)
             src, dst = (_with_sums(layout) for layout in (src, dst))
         replaced = {axis: src[axis] if axis == self._region else Replicate() for axis in self._new_partial}
+        # The layout after the last stage, before `_make_partial`: no new Partial axis.
         self._reduced_target = dst.replace(**replaced) if replaced else dst
         self._stages = [*self._make_stages(src, reduced)]
         self._communicates = any(stage.prepared.communicates for stage in self._stages)
 
     def start(self, local: Tensor) -> Pending:
-        """Starts the first collective on this rank's local tensor; `wait()` runs the rest.
+        """Starts the first collective on this rank's local tensor; `wait()` runs the rest. Called by `reshard`.
 
         Inside `replay_received` nothing is sent: the result is the tensor received in forward.
         """
         return run_or_replay(self._run, local) if self._communicates else Pending(self._run(local))
 
     def _run(self, local: Tensor) -> Running:
-        """The stages as a generator of their collectives, without `replay_received`."""
+        """The stages as a generator of collectives. Called by `start`, unless `replay_received` gives the result."""
         op = "sum" if self._op == "avg" else self._op
         for stage in self._stages:
             addends = stage.addends

@@ -24,7 +24,8 @@ WARMUP, ROUNDS = 2, 7  # rounds before timing, and timed rounds
 class Topology(Links):
     """The links of a mesh's axes: Topology({"dp": Link(5e-6, 50e9), "tp": Link(2e-6, 400e9)}).
 
-    between: the link between ranks of different meshes; by default the slowest of the axes' links.
+    The second argument, `between`, is the link between ranks of different meshes; by default the slowest axis's link.
+    Made by users, by `measure`, and by weft.models for a chip (predict/chip.py).
     """
 
     __slots__ = ()
@@ -40,7 +41,7 @@ class Topology(Links):
         sizes: bytes of each rank's part; every size is timed in an all-gather of its own.
         For each size, every group takes the median time of several rounds, and the slowest group's median counts. The
         link is fitted by least squares; a negative latency or time per byte counts as 0.
-        Communication: all ranks of the world call this, and get equal topologies.
+        Communication: all ranks of the world call `measure`, as `weft measure` does, and get equal topologies.
         Raises ValueError for fewer than two different sizes, or a size below 1 byte.
         """
         backend = "cuda" if dist.get_backend() == "nccl" else "cpu"

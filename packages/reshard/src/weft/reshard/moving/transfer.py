@@ -24,7 +24,10 @@ from .collectives import Running, as_work
 
 
 def pad(local: Tensor, shape: Sequence[int]) -> Tensor:
-    """`local`, contiguous, padded with zeros at the end of each dim up to `shape`."""
+    """`local`, contiguous, padded with zeros at the end of each dim up to `shape`.
+
+    Called before a collective, by the executor and by buckets.py; `crop` undoes the padding afterwards.
+    """
     if list(local.shape) == list(shape):
         return local.contiguous()
     larger = local.new_zeros(shape)
@@ -41,7 +44,11 @@ def crop(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How equal parts of a tensor are stacked along mesh axes; made by `stacking_of`."""
+    """How equal parts of a tensor are stacked along mesh axes; made by `stacking_of`.
+
+    For an axis of size 2 cutting dim 1 into parts of shape (2, 3): sizes (2,), padded_shape (2, 6), axes_of_dim
+    ((), (0,)), split_shape (2, 2, 3) and dim_order (1, 0, 2).
+    """
 
     part: tuple[int, ...]  # shape of each part
     sizes: tuple[int, ...]  # sizes of the mesh axes, outermost in the stack first
@@ -52,11 +59,17 @@ class Stacking:
 
     @property
     def parts_are_rows(self) -> bool:
-        """Whether only the first dim is cut: each part is then a contiguous run of rows, in the stack's order."""
+        """Whether only the first dim is cut: each part is then a contiguous run of rows, in the stack's order.
+
+        Read by the executor's all-gather, which can then receive pieces into the result.
+        """
         return not any(self.axes_of_dim[1:])
 
     def as_stacked(self, tensor: Tensor) -> Tensor:
-        """A view of a contiguous tensor of shape `padded_shape` as its stacked parts: [*sizes, *part]."""
+        """A view of a contiguous tensor of shape `padded_shape` as its stacked parts: [*sizes, *part].
+
+        Called before reduce-scatters, and by gathers for a view of the result to fill.
+        """
         inverse = [self.dim_order.index(dim) for dim in range(len(self.dim_order))]
         return tensor.reshape(self.split_shape).permute(inverse)
 
@@ -68,9 +81,10 @@ class Stacking:
         return stacked.view(*self.sizes, *self.part).permute(self.dim_order).reshape(self.padded_shape)
 
     def view_pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views, of `rows` and `tensor`, with the same elements without padding, for copies either way.
+        """Pairs of views, of `rows` and `tensor`, with the same elements without padding.
 
-        rows: [parts, elements of a part]. tensor: contiguous, no larger than `padded_shape`.
+        Called by gathering.py, once for each parameter of a bundle; each gather copies the first view to the second.
+        rows: [parts, elements of a part], parts with padding. tensor: contiguous, no larger than `padded_shape`.
         positions: the position in the stack of each row's part. A range: the rows are in the stack's order.
         """
         if tuple(tensor.shape) == self.padded_shape and isinstance(positions, range):
@@ -119,18 +133,18 @@ def _axes_over(step: AllGather | ReduceScatter, dim: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """This rank's part of an exchange. Made once by `Transfer.of`, run by `exchange`.
+    """This rank's part of an exchange. Made by the executor with `Transfer.of`, run by `exchange` in each call.
 
-    A Box is a slice for each dim of a tensor.
+    A Box is a slice for each dim: below, of this rank's local tensor or of this rank's result.
     """
 
     sent: list[Box]  # parts of the local tensor to send, in the order of receivers
-    send_slice: slice | None  # all sent parts in the flat local tensor, if contiguous; None: parts are packed first
+    send_slice: slice | None  # the elements sent of the flat local tensor; None: no single run, packed first
     sizes_out: list[int]  # elements sent to each member of the group
     received: list[Box]  # parts of the result to receive, in the order of senders
-    receive_slice: slice | None  # all received parts in the flat result; None: parts are unpacked afterwards
+    receive_slice: slice | None  # the elements received of the flat result; None: no single run, unpacked after
     sizes_in: list[int]  # elements received from each member of the group
-    local: tuple[Box, Box] | None  # copied by this rank alone: the part of the result, and of the local tensor
+    local: tuple[Box, Box] | None  # copied by this rank: (part of the result, part of the local tensor); None: nothing
 
     @classmethod
     def of(cls, held: Box, needed: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
@@ -153,8 +167,9 @@ class Transfer:
         )
 
     def into_rows(self, senders: Sequence[int], own: int) -> Transfer:
-        """The same exchange into [rows, *shape of the result], a row for each sender's part, for a sum in the tree.
+        """The same exchange into [rows, *shape of the result], for a sum in the tree inside `exact_sums`.
 
+        Called when the executor prepares a ReduceExchange. A row for each coordinate along the reduced axes.
         senders: the row of each part in `received`. own: the row for this rank's own part, `local`.
         """
         received = [(slice(row, row + 1), *box) for row, box in zip(senders, self.received, strict=True)]
@@ -167,6 +182,8 @@ def exchange(
 ) -> Running:
     """Fills `result` from the local tensors of the group's members; a generator of the collective, see `Running`.
 
+    Called by the executor alone, for all-to-alls, exchanges, permutes, reduce-exchanges and relabels.
+    local: not changed. result: contiguous, of any values; with `add` the values are kept and added to.
     Communication: an all-to-all with uneven parts; without a group none, and only `transfer.local` is copied.
     add: adds the parts to `result` instead of overwriting.
     """

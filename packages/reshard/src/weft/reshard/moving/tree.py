@@ -38,13 +38,16 @@ _INNERMOST = ("dp", "cp", "tp")  # the axes whose addends are added first, in th
 
 
 def tree_order(axis_names: Sequence[str]) -> tuple[str, ...]:
-    """The axes in the order in which addends are added: dp, cp, tp, then the remaining axes in the order given."""
+    """The axes in the order in which addends are added: dp, cp, tp, then the remaining axes in the order given.
+
+    Called by plans of exact sums (stacked_plan.py), and by buckets.py. axis_names: some or all axes of a mesh.
+    """
     rank = {axis: index for index, axis in enumerate(_INNERMOST)}
     return tuple(sorted(axis_names, key=lambda axis: rank.get(axis, len(rank))))
 
 
 def tree_sum(stacked: Tensor) -> Tensor:
-    """The sum over dim 0 by the binary tree, in the dtype of `stacked`.
+    """The sum over dim 0 by the binary tree, in the dtype of `stacked`. Called by `start_sum` in collectives.py.
 
     stacked: [n, *shape], n at least 1; not changed. Returns [*shape], which shares memory with `stacked` for n = 1.
     """
@@ -52,9 +55,9 @@ def tree_sum(stacked: Tensor) -> Tensor:
 
 
 def tree_reduce(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
-    """Reduce the first `len(order)` dims, one dim after another, each by the binary tree, in the dtype of `stacked`.
+    """Reduces the first `len(order)` dims, dim after dim, each by the binary tree, in the dtype of `stacked`.
 
-    op: "sum", "product", "min" or "max". order: these dims, in the order in which they are reduced.
+    op: "sum", "product", "min" or "max". order: the dims 0 to k, in the order in which the dims are reduced.
     stacked: [n_0, ..., n_k, *shape], each n at least 1; not changed. Returns [*shape], which shares memory with
     `stacked` where every n is 1.
     """
@@ -90,7 +93,10 @@ def _reduce_dim(op: str, stacked: Tensor, dim: int) -> Tensor:
 
 
 class Members(NamedTuple):
-    """A group's members as addends: the place in the tree of each member's addend. Made by `members_along`."""
+    """A group's members as addends: the place in the tree of each member's addend.
+
+    Made by `members_along`; along a single axis also by `reduce_scatter`, where the caller gives no Members.
+    """
 
     positions: Positions  # by member, in the order of the group's ranks: the index along the axes, row-major
     sizes: tuple[int, ...]  # of the axes along which the members differ
@@ -99,6 +105,7 @@ class Members(NamedTuple):
     def reduce(self, op: str, rows: Tensor) -> Tensor:
         """Reduces a row of each member in the tree, in the dtype of `rows`.
 
+        Called after an exchange of rows: by collectives.py, the executor's reduce-exchange and shared_memory.py.
         op: as for `tree_reduce`. rows: [members, *shape], in the order of the group's ranks. Returns [*shape].
         """
         if not isinstance(self.positions, range):
@@ -114,7 +121,7 @@ def _sizes_and_order(mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[tuple[in
 
 
 def members_along(mesh: ProcessMesh, axes: Sequence[str], positions: Positions) -> Members:
-    """The Members of a rank's group along `axes` of `mesh`.
+    """The Members of a rank's group along `axes` of `mesh`. Called by the executor and buckets.py.
 
     positions: each member's index along the axes, row-major, from `group_along` with the same axes.
     """
@@ -125,14 +132,15 @@ def members_along(mesh: ProcessMesh, axes: Sequence[str], positions: Positions) 
 
 @dataclass(frozen=True, slots=True)
 class Addends:
-    """The leading dims of a local tensor with stacked addends."""
+    """The leading dims of a local tensor with stacked addends; made by `addends_of`, and none outside `exact_sums`."""
 
     axes: tuple[str, ...] = ()  # the mesh axis of each dim
     sizes: tuple[int, ...] = ()  # of the dims: coordinates of the named mesh for which the rank stands
 
     def collapse(self, local: Tensor, axes: Sequence[str], op: str = "sum") -> Tensor:
-        """Adds the rank's own addends along `axes`, in the tree.
+        """Adds the rank's own addends along `axes`, in the tree. Communication: none.
 
+        Called by a StackedPlan before each stage, and by buckets.py on gradients.
         local: [*sizes, *shape]. Returns a contiguous [*sizes of the remaining axes, *shape]; with no stacked axis in
         `axes`, `local` itself.
         """
@@ -162,7 +170,7 @@ class Addends:
         return stacked
 
     def without(self, axes: Sequence[str]) -> Addends:
-        """The leading dims that remain after `collapse` of `axes`."""
+        """The leading dims that remain after `collapse` of `axes`. Called by stacked_plan.py and buckets.py."""
         left = [(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if axis not in axes]
         return Addends(tuple(axis for axis, _ in left), tuple(size for _, size in left))
 
@@ -173,8 +181,9 @@ NO_ADDENDS = Addends()
 def addends_of(layout: Layout) -> Addends:
     """The leading dims of a local tensor in this layout; none outside `exact_sums`.
 
+    Called by `distribute`, `stacked_shape`, stacked_plan.py and buckets.py, and where a number of a DTensor is read.
     Raises ValueError for an axis of the mesh that does not divide the named size, and LayoutError for a Partial axis
-    of several ranks whose fold is no power of two: a rank's addends are then no subtree.
+    of several ranks whose fold, the number of a rank's stacked addends, is no power of two: the stack is no subtree.
     """
     if exact_axes() is None:
         return NO_ADDENDS
@@ -195,6 +204,10 @@ def addends_of(layout: Layout) -> Addends:
 
 
 def stacked_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The shape of a rank's local tensor, stacked addends included. shape: of the global tensor."""
+    """The shape of a rank's local tensor, stacked addends included: [*addends_of(layout).sizes, *local shape].
+
+    Called by `plan_change`, for zero gradients (pending_gradient.py), and by weft.models to make or to check stacks.
+    shape: of the global tensor.
+    """
     local = layout.local_shape(shape, rank)
     return (*addends_of(layout).sizes, *local) if rank in layout.mesh else local
