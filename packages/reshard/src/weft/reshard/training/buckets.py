@@ -42,7 +42,7 @@ _listeners: list[BufferListener] = []  # empty, or a single listener
 def observing_buckets(listener: BufferListener) -> Iterator[None]:
     """Inside, in this process, the listener is called with the tensors of every bucket; for tools to count memory.
 
-    Contexts must not be nested, nor run in several threads.
+    Used by weft.models' step/live_storages.py. Contexts must not be nested, nor run in several threads.
     """
     _listeners.append(listener)
     try:
@@ -62,15 +62,16 @@ class GradientReduction:
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes of the reduce-scatter, and of the all-reduce.
 
-        Equal for all gradients of a bucket, even if these are cut along different dims.
+        A part of `Route.key`. All gradients of a bucket have equal axes; the dims of the reduce-scatter may differ.
         """
         return axes_of(self.scatter), self.all_reduced
 
 
 @lru_cache(maxsize=65536)
 def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> GradientReduction | None:
-    """The Reduction from a gradient's layout to the target.
+    """The GradientReduction from a gradient's layout `src` to the target layout `dst`. Called by `Route.of`.
 
+    shape: global, of the gradient.
     None where a reduce-scatter and an all-reduce do not suffice, as between different meshes, or where several axes cut
     a dim unevenly.
     """
@@ -97,17 +98,18 @@ class AddendOrder:
 
     In turn: the addends of the axes `first` are added; the reduce-scatter, or else the all-reduce over `early`, runs;
     the addends of `pending` are added; the all-reduce over the remaining axes runs.
+    Without stacked addends, and outside `exact_sums`, all fields are empty.
     """
 
-    first: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
-    pending: Addends = NO_ADDENDS
+    first: tuple[str, ...] = ()  # axes whose addends `Route.collapse` adds, before the gradient is in a bucket
+    early: tuple[str, ...] = ()  # axes of the all-reduce before the addends of `pending` are added
+    pending: Addends = NO_ADDENDS  # the addends that are added after the bucket's first collective
 
     @classmethod
     def of(cls, addends: Addends, layout: Layout, target: Layout, reduction: GradientReduction) -> AddendOrder | None:
-        """The order inside `exact_sums`; None where the Reduction's collectives cannot keep the tree's order.
+        """The order inside `exact_sums`; None where the collectives of `reduction` cannot keep the tree's order.
 
-        layout: of the gradient. addends: the gradient's stacked addends.
+        Called by `Route.of`. layout: of the gradient. addends: the gradient's stacked addends.
         """
         place = {axis: index for index, axis in enumerate(tree_order(layout.mesh.axis_names))}
         scattered, all_reduced = ([place[axis] for axis in axes] for axes in reduction.axes)
@@ -137,7 +139,7 @@ class Route:
     key: Hashable  # equal for gradients in the same bucket
     nbytes: int  # bytes of the gradient on the first rank of the mesh
     stacking: Stacking  # how the reduce-scatter's parts are stacked
-    part_elements: int  # number of elements in a part of the reduce-scatter
+    part_elements: int  # number of elements in a part of the reduce-scatter, with padding
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
     spec: Any  # the result's `dtensor_spec`
     addends: Addends  # stacked addends of the gradient
@@ -173,13 +175,17 @@ class Route:
         )
 
     def collapse(self, local: Tensor) -> Tensor:
-        """Add the stacked addends of the axes `first`: this rank's gradient for a bucket. local: from backward."""
+        """This rank's part for a bucket: `local` with the stacked addends of the axes `AddendOrder.first` added.
+
+        Called by GradientBuckets and `GradientSync._accept_local_grad`. local: the local gradient from backward.
+        """
         return self.addends.collapse(local, self.addend_order.first)
 
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts into which a local gradient is scattered, a row for each part. local: from `collapse`.
+        """The parts into which a local gradient is scattered: [parts, addends * part_elements].
 
-        With pending addends, a row holds the parts of all addends in turn.
+        Called when the bucket starts a reduce-scatter. local: from `collapse`.
+        With pending addends, a row holds the parts of all addends in turn; otherwise addends is 1.
         """
         stacking, pending = self.stacking, self.addend_order.pending
         addends = local.flatten(0, len(pending.axes) - 1).unbind() if pending.axes else (local,)
@@ -193,7 +199,8 @@ class Route:
 class Bucket(Generic[Owner]):
     """Gradients with equal `Route.key`, reduced together in a flat tensor.
 
-    Each gradient is added for an owner (a `Leaf`), to which `finish` returns the sum.
+    Made, filled, started and finished by GradientBuckets. Each gradient is added for an owner (a `Leaf`), to which
+    `finish` returns the sum.
     nbytes: bytes of the gradients on the first rank of the mesh; equal on every rank.
     is_open: whether gradients can be added: until `start`.
     """

@@ -41,7 +41,10 @@ class GatheringUnit(Protocol):
 
 
 def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
-    """A rank's shard as slices of the rank's part in the layout `full`; None where not contiguous in this part."""
+    """The slices that cut a rank's shard from the rank's local tensor in the layout `full`. Called by FullParameter.
+
+    None where the shard is not contiguous in the local tensor. shape: global, of the parameter.
+    """
     held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
     slices = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
     sizes = [b.stop - b.start for b in outer]
@@ -67,11 +70,12 @@ class FullParameter:
             local = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
             self.leaf = nn.Parameter(wrap(local, layout, shard.shape), requires_grad=False)
             assert isinstance(self.leaf, DTensor), "nn.Parameter of a DTensor is a DTensor"
+            # the tensors inside the shard and inside `leaf`
             self._shard, self._local = memory_of(shard), memory_of(self.leaf)
             # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
             self.buffer = self._local.data
         self._shard_slices = contiguous_shard_slices(layout_of(shard), layout, shard.shape, this_rank())
-        self._shard_view: Tensor | None = None  # this rank's shard, while a view into the buffer
+        self._shard_view: Tensor | None = None  # `_shard` while a view into the buffer, else None
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
@@ -81,9 +85,9 @@ class FullParameter:
         self.pass_filled = 0  # `ModelGathering.pass_number` when the buffer was filled
         self._last_filled_state: object = None  # `filled_state`, also after the buffer is freed
         self.optimizer_steps = 0  # counted, because some optimizers change a tensor and not its version
-        self.units: weakref.WeakSet[GatheringUnit] = weakref.WeakSet()
+        self.units: weakref.WeakSet[GatheringUnit] = weakref.WeakSet()  # units that compute with the copy
         self.synchronized_by: object = None  # weak reference to the GradientSync that reduces gradients into the shard
-        self._hooked = False
+        self._hooked = False  # whether the hooks on `leaf` are set
 
     def update_requires_grad(self, shard: DTensor) -> None:
         """Makes the full copy require a gradient exactly where the shard does.
@@ -112,7 +116,8 @@ class FullParameter:
     def mark_filled(self, state: object, pass_number: int, *, keep_after_call: bool) -> None:
         """Records that the buffer holds the shard's values.
 
-        keep_after_call: keep the buffer after this call, even without `keep_between_calls`.
+        Called by the unit whose gather filled the buffer. keep_after_call: whether a `keep_gathered` runs: the buffer
+        is then kept after the unit's call, even without `keep_between_calls`.
         """
         self.pass_filled = pass_number
         if self._last_filled_state is not None and self._last_filled_state != state:
@@ -192,7 +197,7 @@ class ModelGathering:
         self.promise_holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._running_calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
-        # By autograd's number of a backward pass, the units to which the pass has come.
+        # {autograd's number of a running backward pass: the units to which the pass has come}
         self._units_in_backward: dict[int, list[GatheringUnit]] = {}
         self._last_order: list[GatheringUnit] = []  # units in the order of the last forward pass
         self._present_order: list[GatheringUnit] = []  # units in the order of the present forward pass, so far
@@ -267,9 +272,10 @@ class ModelGathering:
             hook()
 
     def end_pass_after_backward(self, unit: GatheringUnit) -> None:
-        """Calls the unit's `end_pass` when this backward pass is over.
+        """Has autograd call the unit's `end_pass` when the running backward pass is over.
 
-        The pass may end without a gradient for some of the unit's parameters.
+        Called by the unit when backward comes to a call. The pass may end without a gradient for some of the
+        unit's parameters.
         """
         number = torch._C._current_graph_task_id()
         if number not in self._units_in_backward:

@@ -63,7 +63,10 @@ def _separate_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def gathering_units(module: nn.Module) -> list[Unit]:
-    """The units of a module and of all modules within."""
+    """The units of a module and of all modules within.
+
+    Called by GradientSync, by the functions of this file, and by weft.models to measure memory.
+    """
     modules = [module]
     for each in modules:  # the list grows meanwhile; `module.modules()` would make every name
         modules += [child for child in each._modules.values() if child is not None]
@@ -76,7 +79,8 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
     With zero=1 and 2 the block's forward passes then share a gather. Without the promise each forward pass gathers the
     sharded parameters, because the program may have changed a parameter. With zero=3 no full copies are kept, so each
-    pass gathers inside the block as well. All ranks enter and leave together. Communication: none.
+    pass gathers inside the block as well. Used by weft.models' generation and Trainer. All
+    ranks enter and leave together. Communication: none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
@@ -96,7 +100,10 @@ class _FixedBlock:
 
 
 def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Decorator: runs `function` within `fixed_parameters` of the first argument."""
+    """Decorator: runs `function` within `fixed_parameters` of the first argument.
+
+    Used by weft.models' step/find_gradients.py and step/preference.py.
+    """
 
     @wraps(function)
     def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -108,8 +115,9 @@ def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> C
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Keeps full copies gathered by the units of `model` to the end of the block, for a pipeline's interleaved passes.
+    """Keeps full copies gathered by the units of `model` to the end of the block.
 
+    Used by weft.models' pipeline (parallel/pipeline/run.py) around all microbatches of a step or an evaluation.
     Parameters must not change in the block. Communication: none.
     """
     units = gathering_units(model)
@@ -138,7 +146,8 @@ def layout_in_call(module: nn.Module, name: str) -> Layout:
 def drop_gathered(module: nn.Module) -> None:
     """Frees the full copies of parameters, between calls of the module: only the shards are left until the next call.
 
-    With zero=1 and 2 full copies otherwise stay in memory between steps.
+    With zero=1 and 2 full copies otherwise stay in memory between steps. Used by weft.models' Trainer before the first
+    step, and by train/reference.py after scoring.
     """
     for unit in gathering_units(module):
         unit.drop()

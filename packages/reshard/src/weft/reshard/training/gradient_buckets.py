@@ -26,7 +26,10 @@ MOST_IN_FLIGHT = 8
 
 
 def check_buckets(bucket_bytes: int, dtype: torch.dtype | None) -> None:
-    """Raises ValueError for a bucket without room, and for a dtype in which no gradients are summed."""
+    """Raises ValueError for a bucket without room, and for a dtype that is not floating-point.
+
+    Called by `GradientSync.__init__`.
+    """
     if as_int("bucket_bytes", bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least 1 byte")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -34,7 +37,7 @@ def check_buckets(bucket_bytes: int, dtype: torch.dtype | None) -> None:
 
 
 class GradientBuckets:
-    """The open buckets of a GradientSync, and the buckets in flight.
+    """The open buckets of a GradientSync, and the buckets in flight. Made by `GradientSync.__init__`.
 
     bucket_bytes, dtype: see GradientSync.
     before_wait: called before a new bucket waits for the oldest of `MOST_IN_FLIGHT` buckets; publishes the gradients
@@ -53,13 +56,14 @@ class GradientBuckets:
         self._bucket_bytes, self.dtype, self._before_wait = bucket_bytes, dtype, before_wait
         self._open_buckets: dict[Hashable, Bucket[Leaf]] = {}  # by `Route.key`
         self._in_flight: deque[Bucket[Leaf]] = deque()  # oldest first
+        # `_first_gather`: the number of gathers started before this round.
         self._count_gathers, self._first_gather = count_gathers, count_gathers()
         self._gathers_before: list[int] = []  # for each bucket started in this round, the gathers started before it
 
     def add(self, leaf: Leaf) -> None:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
 
-        Called in backward when the leaf's turn comes in the order of sending, and for the remaining leaves in `wait()`.
+        Called by SendOrder in backward, when the leaf's turn comes, and by `send_remaining` at the end of a round.
         Of a leaf with `sums_each_pass`, each call sends a single gradient, the oldest.
         A gradient in the target layout needs no bucket, and stays in `.grad`. Under ZeRO, or where a later gradient has
         a different layout, the gradient is added to the leaf's `reduced_grad` instead. A gradient without a Route is
@@ -87,7 +91,8 @@ class GradientBuckets:
     def add_zeros(self, leaf: Leaf, form: GradientForm) -> None:
         """Gives zeros of this layout and dtype, as this rank's part of a gradient computed by peers.
 
-        The zeros go where the gradient would: into a bucket, or in the target layout to `reduced_grad`.
+        Called by send_order.py. The zeros go where the gradient would: into a bucket, or in the target layout to
+        `reduced_grad`.
         """
         self._add_grad(leaf, leaf.zeros(form), form.layout == leaf.target)
 
@@ -95,14 +100,17 @@ class GradientBuckets:
         """A checksum of the order in which this rank has started gathers and buckets in this round.
 
         A gather with ZeRO 3 and a bucket may use the same process group, in which all ranks need the same order.
-        Buckets after the last gather do not count.
+        A bucket counts only if a gather started after the bucket. Called by `send_remaining`.
         """
         total = self._count_gathers() - self._first_gather
         before = [count - self._first_gather for count in self._gathers_before]
         return zlib.crc32(repr((total, [count for count in before if count < total])).encode())
 
     def finish_all(self) -> None:
-        """Starts the open buckets, and waits for all buckets. Ends the round of `gather_order`."""
+        """Starts the open buckets, and waits for all buckets. Ends the round of `gather_order`.
+
+        Called by GradientSync at the end of a round: by `wait()`, and with ZeRO 2 and 3 at the end of `paused()`.
+        """
         for bucket in self._open_buckets.values():
             self._start(bucket)
         self._open_buckets.clear()
@@ -164,5 +172,5 @@ class GradientBuckets:
 
 
 def merge_forms(first: Forms, second: Forms) -> Forms:
-    """The forms of both, each once."""
+    """The forms in `first` or `second`, each form once. Called by `GradientBuckets.add` and `send_remaining`."""
     return second if not first or first == second else tuple(dict.fromkeys((*first, *second)))

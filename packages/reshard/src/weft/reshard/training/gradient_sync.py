@@ -42,6 +42,7 @@ class GradientSync:
         loss.backward(); sync.wait(); optimizer.step()
         with sync.paused(): ...   # backward passes only accumulate
 
+    Made by a program, or by weft.models' Trainer or `forward_backward`; step/find_gradients.py pauses and waits.
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
     computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter. The
     target layout of a gradient is the parameter's layout, further sharded over `shard_over`.
@@ -111,15 +112,14 @@ class GradientSync:
         self._units = gathering_units(module)
         # Under ZeRO, each shard's full copy.
         self._full_copies = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
-        self._uses = UsesOfStep(module, self._full_copies, axes, self)
+        self._uses = UsesOfStep(module, self._full_copies, axes, self)  # of shared parameters
         of_parameters = [Leaf.of(name, each, self._full_copies.get(each), axes) for name, each in named.items()]
         leaves = [*of_parameters, *self._uses.leaves]
         self._leaves = tuple(reversed(leaves))  # about backward's order, and equal on every rank
         self._unhooked = list(enumerate(self._leaves))  # leaves without hooks yet, with their indices
-        # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
-        self._leaf_of_id: dict[int, Leaf] = {}
+        self._leaf_of_id: dict[int, Leaf] = {}  # by the parameter's id, hooked leaves not under ZeRO
         self._order = SendOrder(self._leaves)
-        self.sends_every_pass = self._order.sends_every_pass  # whether any parameter is under ZeRO 2 or 3
+        self.sends_every_pass = self._order.sends_every_pass  # any parameter has ZeRO 2 or 3; for step/record.py too
         self._presence = GradientPresence(self._leaves)
         gatherings = list({unit.model_gathering for unit in self._units})
         self._buckets = GradientBuckets(
@@ -165,7 +165,7 @@ class GradientSync:
         self._unhooked = [(index, leaf) for index, leaf in self._unhooked if not leaf.is_hooked]
 
     def has_parameters_of(self, module: nn.Module) -> bool:
-        """Whether the DTensor parameters of `module` are synchronized here; False once a program replaced some."""
+        """False once a program replaced a DTensor parameter of `module`; `forward_backward` then calls `close()`."""
         known = {id(leaf.parameter) for leaf in self._leaves}
         return all(id(each) in known for each in module.parameters() if isinstance(each, DTensor))
 
@@ -333,7 +333,7 @@ class GradientSync:
         return True
 
     def _publish_before_wait(self) -> None:
-        """Publishes, in backward, the gradients sent so far. Called before the wait for an older bucket.
+        """Called by GradientBuckets before each wait for an older bucket: publishes gradients sent in backward.
 
         A rank without any gradient is in `wait()` already, and waits for this message. The message tells the rank to
         give zeros, without which the older bucket's collective might not end.
@@ -346,7 +346,7 @@ class GradientSync:
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], call: str) -> None:
-    """Raises RuntimeError where a gradient of `parameters` waits for GradientSync's `wait()`.
+    """Called by Weft's `clip_grad_norm_`. Raises RuntimeError where a gradient of `parameters` waits for `wait()`.
 
     call: the refused call, as written in the user's program.
     """

@@ -2,8 +2,8 @@
 
 `takes_none`: the mark of a gradient hook that a pipeline may call without a gradient.
 `weak_hook`: a hook on a method without keeping the object alive. `StepHooks`: methods called before or after every
-optimizer's step. `tensors_of`, `differentiable`: the tensors to hook in
-a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
+optimizer's step. `tensors_of`, `differentiable`: the tensors in a call's nested arguments or results.
+`backward_is_running`: whether a hook, or a forward, runs inside of backward.
 `with_mixin`: a class for a module's `__class__`, which changes the module's calls.
 """
 
@@ -63,7 +63,10 @@ class StepHooks:
         self._methods: OrderedDict[int, weakref.WeakMethod[Callable[[Optimizer], None]]] = OrderedDict()
 
     def add(self, method: Callable[[Optimizer], None]) -> RemovableHandle:
-        """Calls `method` with the optimizer at every step from now on. Returns a handle that removes the method."""
+        """Calls `method` with the optimizer at every step from now on. Returns a handle that removes the method.
+
+        Called by the constructors of GradientSync and ModelGathering, and by cut_models.py.
+        """
         if not self._is_registered:
             self._register(self._call)
             self._is_registered = True
@@ -80,6 +83,7 @@ class StepHooks:
                 method(optimizer)
 
 
+# methods called before, and after, the step of every optimizer of the process
 before_step = StepHooks(register_optimizer_step_pre_hook)
 after_step = StepHooks(register_optimizer_step_post_hook)
 
@@ -89,6 +93,7 @@ _subclasses: dict[tuple[type, type], type[nn.Module]] = {}  # of `with_mixin`: o
 def with_mixin(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `kind`, of the same name, with `mixin` before `kind`: the mixin's `__call__` runs first.
 
+    Called for modules that gather parameters or have separate uses, and for parallel models by weft.models.
     Modules of the subclass can be copied and pickled.
     """
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce}
@@ -122,7 +127,7 @@ def backward_is_running() -> bool:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, in order.
+    """The tensors in a tree of arguments or results, in order. Called by `differentiable` and in weft.models.
 
     Most arguments are tensors and plain values. For these, torch's own tree functions take as much host time as an op.
     """
@@ -132,7 +137,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def differentiable(tree: Any) -> list[Tensor]:
-    """The tensors in a tree requiring grad, in order."""
+    """The tensors in a tree that require grad, in order. Called by `Unit` and in weft.models, to set hooks."""
     return [each for each in tensors_of(tree) if each.requires_grad]
 
 

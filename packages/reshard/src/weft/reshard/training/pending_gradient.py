@@ -56,7 +56,8 @@ class Leaf:
 
     # The module's parameter, or a separate use's stand-in; gets the result in `.grad`. Under ZeRO a shard.
     parameter: DTensor
-    # The tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO the full copy or the copy's stand-in.
+    # The tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO the full copy. For a separate use under
+    # ZeRO, a stand-in with the full copy's layout.
     accumulator: DTensor
     name: str
     mesh: ProcessMesh  # the parameter's mesh
@@ -74,10 +75,10 @@ class Leaf:
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     # Whether backward came to the parameter in this round, also where a function returned no gradient.
     was_reached: bool = False
-    ready_count: int = 0  # number of ready gradients whose turn to be sent has not come
-    num_grads: int = 0  # number of gradients that were ready to send in this round
-    # How often in this round SendOrder or `_send_with_peers` gave a gradient, or zeros, to GradientBuckets. Counts also
-    # for a gradient in the target layout, which no bucket takes.
+    ready_count: int = 0  # number of calls of `SendOrder.send_ready` in this round, of gradients not yet sent
+    num_grads: int = 0  # number of calls of `SendOrder.send_ready` in this round, also of sent gradients
+    # Number of gradients, or zeros for a missing gradient, that SendOrder and `_send_with_peers` gave to
+    # GradientBuckets in this round. A gradient in the target layout counts, although no bucket takes the gradient.
     num_sent: int = 0
     # Forms of the gradients in this round sent by `GradientBuckets.add`, or found in the target layout.
     sent_forms: Forms = ()
@@ -85,12 +86,12 @@ class Leaf:
     # Forms of the gradients on all ranks, in the last round in which any rank had a gradient of this parameter.
     last_forms: Forms = ()
     reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until the round ends
-    earlier_grad: DTensor | None = None  # the gradient of earlier rounds that `reduced_grad` includes
+    earlier_grad: DTensor | None = None  # with `sums_each_pass`: `.grad` of earlier rounds, included in `reduced_grad`
     placeholder: GradPlaceholder | None = None  # in `parameter.grad` from sending until the round ends; reused
 
     @classmethod
     def of(cls, name: str, parameter: DTensor, full: FullParameter | None, axes: Sequence[str]) -> Leaf:
-        """The state before the first step.
+        """The state before the first step. Called by GradientSync, and for separate uses by `UsesOfStep`.
 
         full: the full copy of a sharded parameter, or None.
         axes: GradientSync's `shard_over`: the result is sharded over these too, where the parameter is replicated.
@@ -116,7 +117,7 @@ class Leaf:
 
     @property
     def expects_grad(self) -> bool:
-        """Whether this rank should have a gradient of this parameter."""
+        """Whether this rank should have a gradient of the parameter. Read by `send_remaining`."""
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
 
     @property
@@ -129,7 +130,7 @@ class Leaf:
 
     @property
     def num_unsent(self) -> int:
-        """How many calls of `GradientBuckets.add` the unsent gradients need."""
+        """How many calls of `GradientBuckets.add` the unsent gradients need. Read by `send_remaining`."""
         if not self.sums_each_pass or not self.is_hooked:
             return int(bool(self.unsent_forms()))
         return (self.local_grad is not None) + len(self.older_grads) + (self.grad is not None)
@@ -145,6 +146,7 @@ class Leaf:
     def unsent_forms(self) -> Forms:
         """The forms of the gradients not yet handled by `GradientBuckets.add`, which moves forms to `sent_forms`.
 
+        Called by `GradientBuckets.add`, SendOrder and `send_remaining`.
         A new gradient in `.grad` counts even in the target layout: no bucket takes the gradient, but the form tells
         peers of the gradient. In `older_grads`, gradients in the target layout do not count.
         """
@@ -218,8 +220,8 @@ class Leaf:
     def gradient_for_autograd(self, incoming: DTensor) -> DTensor | None:
         """The gradient which autograd is to add to `.grad` in place of `incoming`; None for `incoming` itself.
 
-        Called by GradientSync's hook, before autograd adds. May empty `.grad`: an older gradient is then in
-        `older_grads`, or included in the returned gradient.
+        Called by GradientSync's hook before autograd adds to `accumulator.grad`. May empty `.grad`: an older
+        gradient is then in `older_grads`, or included in the returned gradient.
         A gradient with stacked addends is given as a new DTensor, which autograd puts into an empty `.grad` uncopied.
         If further code referred to the DTensor, autograd would copy the DTensor into memory of the layout's local
         shape, without room for stacked addends. The new DTensor may share memory with another tensor's gradient: a
@@ -258,6 +260,8 @@ class Leaf:
     def add_reduced(self, grad: DTensor) -> None:
         """Adds a gradient in the target layout to `reduced_grad`, in the dtype of the parameter's gradient.
 
+        Called by GradientBuckets, with sums over ranks and gradients in the target layout, and by GradientSync at the
+        end of a round.
         The ranks may have summed in another dtype. Of a leaf with `sums_each_pass`, the sum begins with the gradient
         left in `.grad` by earlier rounds: several passes in a round then add up as one pass in each of several rounds.
         """
@@ -281,7 +285,7 @@ def cast_grad(grad: DTensor, dtype: torch.dtype) -> DTensor:
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:
-    """The sum of two gradients in the same layout; the first may be None."""
+    """The sum of two gradients in the same layout; the first may be None. Called by Leaf and separate_uses.py."""
     if first is None:
         return second
     with torch.no_grad():
@@ -303,7 +307,8 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 class GradPlaceholder(Tensor):
     """A placeholder with the gradient's shape, dtype and device, but no memory. Any op raises RuntimeError.
 
-    The error tells the user to call `sync.wait()`. With None in `.grad` instead, an update by hand would skip the
+    Made by `Leaf.put_placeholder`. The error tells the user to call `sync.wait()`.
+    With None in `.grad` instead, an update by hand would skip the
     parameter, torch's `clip_grad_norm_` would find a norm of 0, and a GradScaler would find nothing to unscale.
     """
 

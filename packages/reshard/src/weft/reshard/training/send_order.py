@@ -22,7 +22,7 @@ from .pending_gradient import Forms, Leaf
 class SendOrder:
     """The expected leaves, and how far this rank has sent them in this round.
 
-    leaves: all leaves of the GradientSync, the same on every rank.
+    Made by GradientSync. leaves: all leaves of the GradientSync, the same on every rank.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -32,25 +32,28 @@ class SendOrder:
         # The leaves to send: leaves with a gradient on any rank in the last round with gradients; at first, all leaves
         # requiring a gradient.
         self.expected = tuple(leaf for leaf in leaves if leaf.parameter.requires_grad)
-        # By whether passes are paused, the number of turns in the last such round with gradients. Only so many turns
-        # are sent in backward; at first, all.
+        # {whether a round ended with a `paused()`: the number of turns in the last round of this kind with gradients}.
+        # Backward sends at most this number of turns; without an entry, all turns.
         self._turns: dict[bool, int] = {}
         self._restart()
 
     def _restart(self) -> None:
         self.turn, self._next = 0, 0  # `_next`: in `expected`, the next leaf to send in this turn
-        self._skipped: list[int] = []
+        self._skipped: list[int] = []  # positions at which nothing was sent, see `_send`
         self.zero_forms: dict[int, Forms] = {}  # by leaf index, the forms of the zeros sent by this rank
 
     @property
     def sent(self) -> Sent:
-        """How far this rank has sent in backward."""
+        """How far this rank has sent in backward: to the next leaf's position. For messages to peers."""
         at_start = self._next in (0, len(self.expected))
         within = 0 if at_start else self._index_of[self.expected[self._next]]
         return Sent(self.turn * len(self.leaves) + within, frozenset(self._skipped))
 
     def send_ready(self, leaf: Leaf, buckets: GradientBuckets, *, paused: bool) -> None:
-        """Marks a leaf's gradient as ready, and sends the ready gradients before the first missing gradient."""
+        """Counts a gradient of `leaf` as ready, then sends ready gradients in order, up to the first missing gradient.
+
+        Called by GradientSync in backward, when a leaf has a gradient. paused: whether a `paused()` is open.
+        """
         leaf.ready_count += 1
         leaf.num_grads += 1
         self._send(buckets, lambda leaf: False, paused=paused)
@@ -58,7 +61,7 @@ class SendOrder:
     def send_absent(self, buckets: GradientBuckets, is_over: Callable[[Leaf], bool], *, paused: bool) -> None:
         """Sends zeros in place of missing gradients that will not come, up to the first that may come.
 
-        Called in backward before a gather: on all ranks, the sums of earlier modules then come before the gather.
+        Called by GradientSync in backward before a gather: on all ranks, the sums of earlier modules then come first.
         is_over: whether no gradient of a leaf will come. Zeros take the forms of the last round with gradients; in the
         first round nothing is sent.
         """
@@ -102,8 +105,10 @@ class SendOrder:
                     yield position, leaf
 
     def is_usual(self, *, paused: bool) -> bool:
-        """Whether this rank had as many turns as in the last round with the same `paused`, all with every expected
-        gradient.
+        """Whether this rank had as many turns as in the last round with gradients and the same `paused`.
+
+        False if backward has sent a turn after the first only in part. True without ZeRO 2 and 3.
+        Called by `send_remaining`.
         """
         if not self.sends_every_pass:
             return True
@@ -112,11 +117,11 @@ class SendOrder:
 
     @property
     def own_turns(self) -> int:
-        """This rank's number of turns: the most gradients that a leaf has."""
+        """This rank's number of turns in this round: the largest `num_grads` of a leaf."""
         return max((leaf.num_grads for leaf in self.leaves), default=0)
 
     def end_round(self, leaf_forms: Sequence[Forms], turns: int, *, paused: bool) -> None:
-        """Begins the next round. leaf_forms, turns: of this round, on all ranks."""
+        """Begins the next round. Called by GradientSync. leaf_forms, turns: of this round, on all ranks."""
         if any(leaf_forms):
             self.expected = tuple(leaf for leaf, forms in zip(self.leaves, leaf_forms, strict=True) if forms)
             self._turns[paused] = turns
@@ -126,7 +131,7 @@ class SendOrder:
 def send_remaining(
     order: SendOrder, buckets: GradientBuckets, presence: GradientPresence, *, paused: bool
 ) -> tuple[list[Forms], int]:
-    """Puts unsent gradients into buckets, in the same order on all ranks. Called at the end of a round.
+    """Puts unsent gradients into buckets, in the same order on all ranks. Called by GradientSync at a round's end.
 
     Returns the forms (layout and dtype) of each leaf's gradients on all ranks, () if no rank has a gradient; and the
     number of turns. paused: whether the round ends with a `paused()`.

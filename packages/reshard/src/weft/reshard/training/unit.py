@@ -26,7 +26,8 @@ from .hooks import backward_is_running, differentiable
 class ParameterSlot:
     """The attribute `module.name` which holds a sharded parameter. A unit has a slot for each parameter to gather.
 
-    The slot holds the shard between the unit's calls, and the shard's full copy while the unit computes.
+    Made by weft.models' parallel/parameter_layouts.py. The slot holds the shard between the unit's calls, and the
+    shard's full copy while the unit computes.
     """
 
     module: nn.Module
@@ -65,7 +66,7 @@ class _Prefetch(NamedTuple):
 class Unit:
     """The sharded parameters of a module, gathered together.
 
-    keep_for_backward: keep the full copies of forward until backward.
+    Made by `gather_when_called`. keep_for_backward: keep the full copies of forward until backward.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Unit:
     ) -> None:
         self.model_gathering = model_gathering  # the state shared by the units of the model
         self._slots, self._keep_for_backward = list(slots), keep_for_backward
-        self._running_calls = 0
+        self._running_calls = 0  # number of running `call`s
         self._swapped: list[tuple[ParameterSlot, DTensor]] = []  # slots that hold full copies now, and their shards
         self._in_use: list[FullParameter] = []  # full copies in use by this unit; not freed
         # For each slot, the shard and full copy found by the last `_entries`; None before the first.
@@ -98,7 +99,7 @@ class Unit:
         Unit.__init__(self, model_gathering, slots, keep_for_backward=keep_for_backward)
 
     def full_parameters(self) -> dict[DTensor, FullParameter]:
-        """{shard: full copy}, read by GradientSync. For use between calls of the module, while slots hold shards."""
+        """{shard: full copy}, for GradientSync and weft.models' measurements, between calls: slots then hold shards."""
         return {shard: full for _, shard, full in self._entries()}
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +147,7 @@ class Unit:
         self._release()
 
     def on_grad_accumulated(self, full: FullParameter) -> None:
-        """Called when backward has added the last gradient to a full copy. The last such call frees the copies."""
+        """Called by a full copy's hook once backward has added the gradient. The last such call may free the copies."""
         if full in self._awaiting_grad:
             self._awaiting_grad.discard(full)
             self._release()
@@ -177,7 +178,7 @@ class Unit:
         self._awaiting_grad.clear()
 
     def drop(self) -> None:
-        """Frees all full copies, also with `keep_between_calls`; the next call gathers again. For `drop_gathered`."""
+        """Frees all full copies, also with `keep_between_calls`, for `drop_gathered`. The next call gathers again."""
         self.release_idle()
         for full in self.full_parameters().values():
             if not full.active_units:
