@@ -56,6 +56,7 @@ def _column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
 def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepared_output: Set[str]) -> None:
     """Register hooks that reshard the inputs and outputs of a module's tensor-parallel layers.
 
+    Called by `parallelize` for each `ModulePlan`, on a mesh with a tensor axis, before `hook_preparations`.
     An input of column-parallel layers becomes replicated, a Partial output is reduced, and without
     `ParallelPlan.loss_parallel` the module's output becomes replicated.
     model: the whole model; all names are names in the whole model.
@@ -151,8 +152,11 @@ def _replicate_unless_overlapped(layer: nn.Module, x: Any) -> Any:
 
 
 class _SharedInput:
-    """The common input of column-parallel siblings: the first sibling called reshards the tensor, later ones reuse the
-    result.
+    """The common input of column-parallel siblings: the first sibling called reshards the tensor, and the siblings
+    called later reuse the result.
+
+    Made by `hook_tensor_parallel` for the siblings under a parent, unless the parent's `sharing_input` names the
+    siblings: the input of the parent is then resharded.
     """
 
     def __init__(self) -> None:
@@ -160,13 +164,16 @@ class _SharedInput:
         self._replicated: Any = None  # the same input, replicated over the tensor axis
 
     def replicate(self, x: Any) -> Any:
-        """The replicated input. Called by the pre-hook of each sibling, with the sibling's input x."""
+        """The input x, replicated over the tensor axis. Called by the pre-hook of each sibling, with the sibling's x.
+
+        Communication: as `_replicate_input`, for the first sibling with a new x.
+        """
         if x is not self._input or self._replicated is None:
             self._input, self._replicated = x, _replicate_input(x)
         return self._replicated
 
     def forget(self, *_: object) -> None:
-        """Forget the input. Called when the parent returns, to keep no activation longer."""
+        """Forget the input, to keep no activation longer. Hook of the parent: called when the parent's forward ends."""
         self._input = self._replicated = None
 
 
@@ -222,8 +229,8 @@ def _map_dtensors(output: Any, change: Callable[[DTensor], DTensor]) -> Any:
 def check_preparations(model: nn.Module, module_plans: list[ModulePlan], mesh: ProcessMesh) -> None:
     """Check the plans' PrepareInput and PrepareOutput styles against the mesh and the model.
 
-    Called by `parallelize`. Raises ValueError for an axis that is not on the mesh and has no name known to plans, and
-    for an input that forward does not take.
+    Called by `parallelize` before the model is changed. Raises ValueError for an axis neither on the mesh nor known to
+    plans, and for an input unknown to forward.
     """
     for module_plan in module_plans:
         for name, inputs in module_plan.inputs.items():
@@ -238,6 +245,7 @@ def check_preparations(model: nn.Module, module_plans: list[ModulePlan], mesh: P
 def hook_preparations(model: nn.Module, module_plans: list[ModulePlan], mesh: ProcessMesh) -> None:
     """Register the hooks of the plans' PrepareInput and PrepareOutput styles.
 
+    Called by `parallelize` after `hook_tensor_parallel`, `hook_experts` and `hook_context`.
     A hook that reshards inputs runs before all pre-hooks registered earlier, and a hook that reshards outputs after
     all hooks registered earlier.
     """

@@ -47,13 +47,14 @@ ATTENTION_ARGUMENTS = ("query", "key", "value", "dropout_key", "documents", "cac
 
 
 def has_context_axis(mesh: ProcessMesh) -> bool:
-    """Whether the mesh has a context axis of two or more ranks."""
+    """Whether the mesh has a context axis of two or more ranks. For `check_context`, `hook_context`, `divide_batch`."""
     return CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
 
 
 def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
     """Check the model against the plan's context parallelism on this mesh.
 
+    Called by `parallelize` before the model is changed. No check without `plan.context`, or without a context axis.
     Raises ValueError for a model without attention modules, and under "ulysses" for heads not divisible over tp and cp.
     """
     if plan.context is None or not has_context_axis(mesh):
@@ -74,8 +75,10 @@ def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> No
 
 
 def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
-    """Raises ValueError where heads cannot be cut over tp and cp. heads: number of heads, by the name
-    of their layer.
+    """Raises ValueError where heads cannot be cut over tp and cp.
+
+    Called by `check_context` before the model is changed, and by `_to_heads` in each call of attention.
+    heads: the global number of heads, by the name of a projection, or of attention's argument.
     """
     if heads:
         tp = named_size(mesh, TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
@@ -85,6 +88,8 @@ def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
 def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, name: str = "") -> None:
     """Register the hooks of context parallelism: on the model, and on the modules of attention and dropout.
 
+    Called by `parallelize` for each part of the model whose plan decides about context. With context=None, the hook of
+    the model alone is registered, and raises for tokens sharded over "cp". Without a context axis: no hooks.
     name: of the model within a larger model whose plan gives this part a plan of its own.
     Communication: none here; in a call as `_start_gather`, or `_to_heads` and `_to_tokens`.
     """
@@ -110,7 +115,11 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, name: 
 
 
 class _ModelHook:
-    """The pre-hook of the model: gathers the documents of all tokens, and adds positions and the tokens' order."""
+    """The pre-hook of the model: gathers the documents of all tokens, and adds positions and the tokens' order.
+
+    Made by `hook_context`, once for a model.
+    latest: gets the order of the tokens at each call, for `_start_gather`. name: as for `hook_context`.
+    """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, latest: LatestOrder, name: str) -> None:
         kind = type(model).__name__
@@ -125,6 +134,14 @@ class _ModelHook:
         self._context, self._latest = plan.context, latest
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called before each forward of the model; returns the changed (args, kwargs).
+
+        Returns None, for unchanged arguments, where the tokens are not sharded over "cp".
+        For tokens not in reading order, documents and dropout_key become `Ordered`.
+        Communication: as `_whole_tokens`, with documents.
+        Raises ValueError for sharded tokens under context=None, for tokens not in reading order where forward takes no
+        documents, and as `check_order` and `check_one_batch`.
+        """
         arguments, tokens = self._arguments.by_name(args, kwargs), self._arguments.tokens(args, kwargs)
         self._latest.set(None)
         if not sharded_on_tokens(tokens):
@@ -206,21 +223,22 @@ def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 class _Gathering(NamedTuple):
-    """Keys and values whose all-gather is under way. Passed to attention as the argument `key`."""
+    """Keys and values whose all-gather is under way. Made by `_start_gather`, and given to attention as `key`."""
 
-    packed: StartedReshard
-    widths: tuple[int, ...]  # of a part of the keys, and of a part of the values
+    packed: StartedReshard  # of the keys and values in a single tensor, from `_packed`
+    widths: tuple[int, ...]  # from `_packed`: of a part of the keys, and of a part of the values
 
     def wait(self) -> tuple[Tensor, ...]:
+        """The keys and the values of all tokens, when the all-gather is done. Called by `_gather_keys`."""
         return unpack(self.packed.wait(), self.widths)
 
 
 class _GatheringInGraph(NamedTuple):
-    """`_Gathering` in a traced graph: the packed tensor, and the two tensors of `begin_in_graph`."""
+    """`_Gathering` in a graph traced by torch.compile. Made by `_start_gather`, read by `_gather_keys`."""
 
-    packed: Tensor
-    number: Tensor
-    unfilled: Tensor
+    packed: Tensor  # this rank's keys and values in a single tensor
+    number: Tensor  # from `begin_in_graph`: names the started all-gather
+    unfilled: Tensor  # from `begin_in_graph`: uninitialized, of the local shape after the all-gather
 
 
 def _start_gather(

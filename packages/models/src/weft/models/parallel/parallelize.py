@@ -45,15 +45,16 @@ Result = TypeVar("Result")
 
 _ATTRIBUTE = "_laid_out"  # attribute of a parallel model: a `_MeshAndPlan`, copied with the model
 PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
-# Finds a model's `Cut`, with the arguments of `cut`. Set while a step is recorded on shapes, by `on_shapes`.
+# Finds a model's `Cut`, with the arguments of `cut`. Read by `parallelize` for a plan with stages. `on_shapes` sets a
+# faster function around `parallelize`, for a step recorded on shapes.
 FIND_CUT: ContextVar[Callable[[nn.Module, PipelinePlan, Schedule], Cut]] = ContextVar("how to cut", default=cut)
 
 
 @dataclass(frozen=True, slots=True)
 class _MeshAndPlan:
-    """The mesh and the plan by which a model was laid out."""
+    """The mesh and the plan by which a model was laid out. Kept as an attribute of the model by `parallelize`."""
 
-    mesh: ProcessMesh
+    mesh: ProcessMesh  # of a model cut into stages: with the axis "pp"
     plan: ParallelPlan
 
 
@@ -249,14 +250,18 @@ def _add_recomputation(
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline of a model cut into stages; None for any other model."""
+    """The pipeline of a model cut into stages; None for any other model.
+
+    Called by training steps, checkpoints, LoRA and generation, to treat a model with stages apart.
+    """
     return getattr(model, PIPELINE_ATTRIBUTE, None)
 
 
 def mesh_and_plan_of(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
     """The mesh and the plan of a parallel model; None for a model not laid out.
 
-    For a model cut into stages, the mesh is the one of this rank's stages.
+    Called by `divide_batch` to lay out a batch, and by the first `forward_backward` to check the model.
+    For a model cut into stages, the mesh is the mesh of this rank's stages, without "pp".
     """
     marker, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
     if not isinstance(marker, _MeshAndPlan):
@@ -265,7 +270,11 @@ def mesh_and_plan_of(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | Non
 
 
 def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
-    """The `exact` of a parallel model's plan; None for a plan without `exact`, and for a model not laid out."""
+    """The `exact` of a parallel model's plan: {axis: size} of the named mesh.
+
+    Called by `forward_backward`, and in each call of `find_gradients` and `find_loss`, by `with_exact_sums`.
+    None for a plan without `exact`, and for a model not laid out.
+    """
     marker = getattr(model, _ATTRIBUTE, None)
     return exact_of(marker.plan) if isinstance(marker, _MeshAndPlan) else None
 
@@ -275,6 +284,7 @@ def with_exact_sums(
 ) -> Callable[Concatenate[nn.Module, Arguments], Result]:
     """Decorator for a function whose first argument is a parallel model: sums inside follow the plan's `exact`.
 
+    Decorates `find_gradients` and `find_loss`.
     Also marks parameters with the plan's `exact`, for clipping and optimizers: `to_empty()`, `to()` and `lora` make
     further parameters after `parallelize`.
     """
@@ -301,8 +311,9 @@ def _refuse_outside(exact: Mapping[str, int], model: nn.Module, args: object) ->
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:
-    """The plan of `model.parallel_plan()`. Raises ValueError for a model without this method, and where the method
-    returns something else.
+    """The plan of `model.parallel_plan()`: taken by `parallelize`, and by predictions, where the caller gives no plan.
+
+    Raises ValueError for a model without this method, and where the method returns something else.
     """
     own = getattr(model, "parallel_plan", None)
     if not callable(own):

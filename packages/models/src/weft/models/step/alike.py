@@ -35,7 +35,7 @@ LONGEST_PERIOD = 8  # most blocks in a repeated pattern; five with a window and 
 
 @dataclass(frozen=True, slots=True)
 class Representative:
-    """A block which runs in place of several alike blocks."""
+    """A block which runs on shapes in place of several alike blocks. Made by `choose_representatives`."""
 
     number: int  # in the whole model
     blocks: tuple[int, ...]  # numbers of the alike blocks that the run of this block covers, `number` included
@@ -48,10 +48,11 @@ def choose_representatives(
 
     Looks for repeated patterns of up to `LONGEST_PERIOD` blocks. At both ends of a repetition each pattern runs;
     in the middle, a single pattern runs for all.
-    signatures: of the model's blocks, equal for alike blocks.
-    ahead: how far apart a block still changes another block's work, as by a gather ahead of time. At least this many
-        blocks run at the beginning of a repetition.
-    behind: the least number of blocks that run at the end of a repetition; None: as `ahead`.
+    Called by `representatives_of` and `message_forms`; and by `PlanMemory`, to learn whether a model has alike blocks.
+    signatures: of the model's blocks, in order, equal for alike blocks.
+    ahead: the least number of blocks to run at the beginning of a repetition: the greatest distance, in blocks, at
+        which a block's work depends on another block. 2 where parameters of the next two blocks are gathered early.
+    behind: the least number of blocks to run at the end of a repetition; None: as `ahead`.
     """
     found: list[Representative] = []
     start = 0
@@ -86,8 +87,9 @@ def _longest_repetition(signatures: Sequence[Hashable], ahead: int) -> tuple[int
 
 
 def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
-    """The names of the model's blocks: of the nn.ModuleList whose members match `plan.blocks`.
+    """The names of the model's blocks, in order: of the nn.ModuleList whose members match `plan.blocks`.
 
+    Called to predict times and memory: for the blocks to copy, and for the number of blocks.
     [] where the modules matching are not the members of a single list: then the whole model runs.
     """
     names = [name for name, _ in model.named_modules() if any(fnmatchcase(name, each) for each in plan.blocks)]
@@ -115,15 +117,18 @@ def representatives_of(
 ) -> list[Representative]:
     """The blocks of the model to run in place of all; [] for no names.
 
-    names: from `block_names`. ahead, behind: as for `choose_representatives`.
+    Called by `reduce_model` for the times of a step, by `memory_parts` and `saved_parts` for the memory, and by
+    `follow_few` for the cut into stages.
+    names: from `block_names`, or of the layers of a pipeline. ahead, behind: as for `choose_representatives`.
     """
     return choose_representatives([signature(model.get_submodule(name), name) for name in names], ahead, behind)
 
 
 def copy_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) -> nn.Module:
-    """A copy of the model on the meta device, of whose blocks only those at `numbers` are left.
+    """A copy of the model on the meta device with the blocks at `numbers` alone. Called before a run on few blocks.
 
-    names: from `block_names`; [] for a copy of the whole model.
+    names: of all blocks, from `block_names`; [] for a copy of the whole model. numbers: in order, from 0.
+    Raises ValueError as `meta_copy`.
     """
     return meta_copy(model, {names[0].rpartition(".")[0]: numbers} if names else None)
 
@@ -131,7 +136,9 @@ def copy_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) 
 def meta_copy(model: nn.Module, blocks: Mapping[str, Sequence[int]] | None = None) -> nn.Module:
     """A copy of the model on the meta device; never copies data, and keeps tied parameters tied.
 
+    Called by `on_shapes` before `parallelize`, and by `copy_blocks`.
     blocks: for an nn.ModuleList by name, the numbers of the members to copy, in order; None: the whole model.
+    Raises ValueError for a model with a DTensor parameter: the model is parallel already.
     """
     copies: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -155,7 +162,10 @@ def meta_copy(model: nn.Module, blocks: Mapping[str, Sequence[int]] | None = Non
 
 
 def signature(block: nn.Module, block_name: str) -> Hashable:
-    """A value equal for blocks that compute alike: with the same modules, shapes of parameters, and settings."""
+    """A value equal for blocks computing alike: with the same modules, shapes of parameters, and settings.
+
+    For `choose_representatives`. block_name: in the model; left out of texts, in which alike blocks may differ.
+    """
     return tuple(
         (
             name,
@@ -191,7 +201,8 @@ def _setting(value: Any, block_name: str) -> Hashable:
 def follow_few(model: nn.Module, layers: Sequence[str]) -> Flow:
     """The `Flow` that `follow` finds in a model of Weft's own, from a forward of few of the alike layers.
 
-    A layer reads what the layers alike read. layers: the names of the listed layers. Errors: as for `follow`.
+    Given to `cut` by `on_shapes`, in place of `follow`. A layer reads what the layers alike read.
+    layers: the names of the listed layers. Errors: as for `follow`.
     """
     representatives = representatives_of(model, layers, 1)
     few = follow(copy_blocks(model, layers, [each.number for each in representatives]), layers[: len(representatives)])
@@ -206,7 +217,8 @@ def follow_few(model: nn.Module, layers: Sequence[str]) -> Flow:
     )
 
 
-MessageForms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind
+# {("F" for activations or "B" for gradients, the stage that receives): {`Microbatch.kind`: result of `form_of`}}
+MessageForms = dict[tuple[str, int], dict[Any, Any]]
 
 
 def message_forms(
@@ -218,9 +230,10 @@ def message_forms(
     *,
     few_blocks: bool,
 ) -> MessageForms:
-    """Find the forms of all messages, by running all stages at this rank's place in the stage mesh. Called by `record`.
+    """Find the forms of all messages, by running all stages at this rank's place in the stage mesh.
 
-    model: not parallel. microbatch, criterion: of the run.
+    Called by `on_shapes`, for a rank whose coordinates in the stage mesh are not in `SharedRuns.forms` yet.
+    model: the whole model, not parallel. pipeline: of the rank's parallel model. microbatch, criterion: of the run.
     few_blocks: run only few of the alike blocks. Where their outputs, or gradients of outputs, differ in form, all
         blocks run after all.
     """

@@ -42,9 +42,9 @@ _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parame
 def weight_criterion(criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor) -> Criterion:
     """The criterion for a step's microbatches: the losses of microbatches and ranks add up to the whole batch's loss.
 
-    Called by `forward_backward` and `on_shapes`. Not by `Trainer`, which knows the number of tokens, and takes
-    `Outline.token_criterion`.
-    targets: of the whole batch.
+    Called once a step, before forward, by `forward_backward` and `on_shapes`. Not by `Trainer`, which knows the number
+    of tokens, and takes `Outline.token_criterion`.
+    targets: of the whole batch. The result is called with the output and the targets of each microbatch.
     - The criterion in a `RouterLosses` is weighted, and the routers' terms count 1 / microbatches.
     - A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless the criterion gets the whole
       batch at once: one microbatch whose targets are not sharded.
@@ -111,19 +111,22 @@ def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
 
 
 class ProbedCriterion:
-    """A criterion without a parameter `denominator`, each call weighted by the `Shares` of the microbatch.
+    """A criterion without a parameter `denominator`. Each loss is multiplied by the microbatch's weight in `Shares`.
 
-    Made by `weight_criterion`. `_find_shares` finds the shares at the first call.
+    Made by `weight_criterion` for a step, and called by `find_gradients` after each microbatch's forward. The first
+    call finds the shares of all microbatches, by `_find_shares`.
     If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, the
     criterion gets the DTensors. Where torch then returns a plain mean of the ranks' losses, the classes are gathered,
     and the criterion is called again with this rank's tokens as plain tensors.
-    targets: of each microbatch; a call finds the microbatch by the identity of the targets.
+    targets: of each microbatch, in order. A call finds the microbatch's number by the identity of the targets.
+    Raises ValueError at a call where the shares have a `reason`; with a single microbatch only where the loss is an
+    average of the ranks' losses.
     """
 
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor]) -> None:
         self._criterion: Callable[..., Tensor] = criterion
         self._targets = targets
-        self._shares: Shares | None = None
+        self._shares: Shares | None = None  # of all microbatches; None before the first call
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
@@ -192,7 +195,7 @@ def _is_averaged(loss: Tensor) -> bool:
 
 
 class _PartialLoss(torch.autograd.Function):
-    """Wraps a rank's addend of a loss as a DTensor, Partial over the axes sharding the tokens."""
+    """Wraps a rank's addend of a loss as a DTensor, Partial over the axes sharding the tokens. For `partial_loss`."""
 
     @staticmethod
     def forward(ctx: Any, addend: Tensor, tokens: Layout) -> DTensor:
@@ -205,11 +208,14 @@ class _PartialLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The weights of microbatches in the mean loss of the whole batch, or the reason why no weights exist."""
+    """The factors by which losses of microbatches add up to the whole batch's loss; all 1 for a sum over tokens.
 
-    own: Sequence[float]  # by microbatch: the weight of a loss of this rank's tokens
-    whole: Sequence[float]  # by microbatch: the weight of a loss of all ranks' tokens
-    label: int = 0  # a class not ignored by the criterion
+    Made by `_find_shares`, kept by `ProbedCriterion` for a step.
+    """
+
+    own: Sequence[float]  # by microbatch: the factor of a loss computed from this rank's tokens
+    whole: Sequence[float]  # by microbatch: the factor of a loss computed from all ranks' tokens
+    label: int = 0  # a class not ignored by the criterion: replaces targets where all targets are ignored
     reason: str | None = None  # why the criterion cannot be weighted; else None
 
 
@@ -255,7 +261,10 @@ def _find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -
 
 
 def sharding_axes(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes of at least two ranks that shard a tensor of this layout."""
+    """The mesh axes of at least two ranks that shard a tensor of this layout.
+
+    Called with layouts of targets or tokens: here, and by the criteria of preferences.
+    """
     mesh = layout.mesh
     return tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and isinstance(layout[a], Shard))
 
@@ -281,12 +290,12 @@ def _sum_over_sharding_ranks(numbers: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _ProbeResult:
-    """The result of probing a criterion on one microbatch's targets."""
+    """The result of probing a criterion on a microbatch's targets. N, D, R: as at the top of this file."""
 
-    size: float  # D of the targets, relative to D of a token of class `label`
-    is_mean: bool  # losses fit N / D
-    is_sum: bool  # losses fit N
-    label: int = 0  # class of the added tokens
+    size: float  # D of the microbatch's targets on this rank, divided by D of a single token of class `label`
+    is_mean: bool  # whether the losses fit N / D
+    is_sum: bool  # whether the losses fit N alone
+    label: int = 0  # the class of the added tokens R
 
 
 @torch.no_grad()

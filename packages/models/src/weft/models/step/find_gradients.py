@@ -30,13 +30,13 @@ from .loss_parts import LossWithParts, RouterLosses, RouterReport, StepParts, ad
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of `find_gradients`: tensors on the device."""
+    """The results of a step: tensors on the device. Returned by `find_gradients`, read by `Trainer`."""
 
     loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
-    local_loss: Tensor  # scalar: this rank's part of the loss
+    local_loss: Tensor  # scalar: the sum of this rank's losses before the sum over ranks; finds the ranks with a NaN
     grad_norm: Tensor | None  # scalar: the norm of the gradients before clipping; None without clip_norm
-    parts: RouterReport | None = None  # the routers' losses, under `RouterLosses`
-    sums: Tensor | None = None  # [n]: the criterion's own sums over the whole batch, as `LossWithParts.sums`
+    parts: RouterReport | None = None  # the routers' losses, under `RouterLosses`; else None
+    sums: Tensor | None = None  # [n]: `LossWithParts.sums` of the criterion, summed over the whole batch; None without
 
 
 @with_fixed_parameters
@@ -56,6 +56,7 @@ def find_gradients(
     """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
+    Called once a step by `Trainer.step`, `forward_backward` and `StandardStep.run`; on shapes by `PreparedStep.run`.
     criterion: called with the model's output and a microbatch's targets; losses, and the sums of a `LossWithParts`, are
         summed over the microbatches. Under `RouterLosses`, the microbatches' arguments include router=True.
     sync: of the model.
@@ -65,7 +66,8 @@ def find_gradients(
         after the last action once more with "backward", because a pipeline may still issue collectives then; at the
         end with "gradients".
     call_context: makes the context in which the model and the criterion are called, for example autocast.
-    after_sync: called when the parameters' gradients are complete, before clipping.
+    after_sync: called once, when the parameters' gradients are complete, before clipping. `Trainer` passes
+        `Recorder.add_gradients`, for digests.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
     "backward": the plan's collectives in reverse, and full buckets of gradients;
@@ -122,26 +124,29 @@ def find_gradients(
 
 
 def _start_sum(results: list[LossWithParts], parameter: Tensor) -> LossSum:
-    """Start the sum of the losses and of their parts over the ranks."""
+    """Start the sum of the losses and of their parts over the ranks. results: of this rank's microbatches."""
     losses = [each.loss for each in results]
     return LossSum(losses, parameter.device, parameter.dtype, add_results(results).addends)
 
 
 class _StepSums(NamedTuple):
-    """A step's loss and the parts of the loss, summed over microbatches and ranks."""
+    """A step's loss and the parts of the loss, summed over microbatches and ranks. Made by `find_gradients`."""
 
-    loss: Tensor
-    sums: Tensor | None  # [n]: the criterion's own
-    routers: Tensor | None  # [1 + layers with experts]: as `RouterParts.addends`
-    load: Tensor | None  # [layers with experts, E]
+    loss: Tensor  # scalar; no number on a rank outside the mesh
+    sums: Tensor | None  # [n]: of `LossWithParts.sums`
+    routers: Tensor | None  # [1 + layers with experts]: the balance loss, then each layer's z-loss; no coefficients
+    load: Tensor | None  # [layers with experts, E]: the tokens given to each expert
 
     @classmethod
     def of(cls, values: Tensor, parts: StepParts) -> _StepSums:
         """Cuts the sums over ranks into the loss and the parts.
 
-        values: the result of `LossSum.wait`: the loss, then the parts' addends. parts: of this rank, for the shapes.
+        values: the result of `LossSum.wait`: [1 + n + 1 + layers], the loss, then `StepParts.addends`. A scalar without
+            parts. Without numbers on a rank outside the mesh.
+        parts: of this rank. The lengths tell where to cut. `load` is taken as is, since the criterion has summed the
+            load over the ranks.
         """
-        if not values.ndim or not values.numel():  # no number on a rank outside the mesh
+        if not values.ndim or not values.numel():  # a scalar without parts, or no number outside the mesh
             return cls(values, None, None, None)
         n = 0 if parts.sums is None else len(parts.sums)
         load = None if parts.routers is None else parts.routers.load
@@ -154,7 +159,7 @@ class _StepSums(NamedTuple):
 
     @property
     def report(self) -> RouterReport | None:
-        """The routers' parts; None without `RouterLosses`."""
+        """The routers' parts, for `StepResult.parts`; None without `RouterLosses`."""
         if self.routers is None or self.load is None:
             return None
         return RouterReport(balance=self.routers[0], z=self.routers[1:], load=self.load)
@@ -189,8 +194,10 @@ def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion,
 def find_loss(
     model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], call_context: CallContext = nullcontext
 ) -> Tensor:
-    """The sum of the microbatches' losses, on every rank, without gradients: for held-out text, and to compare losses.
+    """The sum of the microbatches' losses, a scalar on every rank, without gradients.
 
+    Called by `Trainer.held_out_loss`, and for step 1 by `Trainer` on rank 0 alone, with the whole model, to compare
+    the loss with the loss on the mesh.
     Communication: the model's forward and one sum of the losses; with stages also the messages between stages and a
     second sum, over "pp".
     """
@@ -211,6 +218,8 @@ def find_loss(
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
 
+    Called by `find_gradients`. In a training loop of your own, call this function between `forward_backward` and
+    `optimizer.step()`.
     max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
     The norm is a scalar. Communication and errors: as `clip_grad_norm_`.
     Under pipeline parallelism each rank passes the parameters of the local stages, also frozen ones: stages without

@@ -42,8 +42,9 @@ KINDS = (  # uses of memory: the fields of `Peak` in bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A rank's bytes by kind at the moment with the most bytes; from `FollowedStep.peak_at`, at the given moment.
+    """A rank's bytes by kind at a moment of a step: the moment with the most bytes, except from `FollowedStep.peak_at`.
 
+    Made by `FollowedStep`, for `Memory.peak`; and by `compose`, for a model of any depth.
     Of the second step of a run, so the optimizer's states exist from the start.
     """
 
@@ -55,7 +56,7 @@ class Peak:
     place: int
     parameters: int
     gathered: int  # full copies of sharded parameters, beyond their shards
-    gradients: int  # as the optimizer reads gradients: shards under zero=1, 2 and 3
+    gradients: int  # after the sum over ranks, in the layout for the optimizer: shards under zero=1, 2 and 3
     buckets: int  # gradients not reduced yet, and the flat tensors of the reduction
     states: int  # the optimizer's
     activations: int  # saved for backward, over all microbatches in flight
@@ -66,12 +67,13 @@ class Peak:
 
     @property
     def nbytes(self) -> int:
+        """The sum over all kinds."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on a rank, of a model or of a parameter. Returned by `predict_memory`."""
+    """Bytes on a rank: of a model, from `predict_memory`; or of a parameter, from `bytes_of_parameters`."""
 
     parameters: int  #: between steps: the rank's shards
     gathered: int  #: full copies of sharded parameters, kept between calls, beyond the shards
@@ -92,42 +94,51 @@ class Memory:
 
 
 def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
-    """The sums over all parameters of a rank's bytes between steps."""
+    """A rank's bytes between steps, summed over the parameters. by_parameter: from `bytes_of_parameters`.
+
+    Called by `FollowedStep`, and where no step runs by `predict_memory` and `weft explain`.
+    """
     names = ("parameters", "gathered", "gradients", "states")
     return Memory(**{name: sum(getattr(each, name) for each in by_parameter.values()) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes saved for backward at the end of a microbatch's forward.
+    """Bytes saved for backward at the end of a microbatch's forward. Made by `FollowedStep.saved_of_microbatch`.
 
-    All fields but `shared` count what this microbatch saved.
+    All fields but `shared` count tensors made by this microbatch's forward.
     """
 
     before: int  # before the first block
     inside: int  # in all blocks together
     after: int  # after the last block
-    shared: int  # in all blocks together: casts of parameters, made by an earlier microbatch
+    shared: int  # in all blocks together: tensors made by an earlier microbatch and still held, as casts of parameters
     message: int  # the largest tensor saved before the first block: [B, T, H], as sent between stages
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedStep:
-    """The storages of a rank's step on shapes. Made by `follow_step`."""
+    """The storages of a rank's step on shapes. Made by `follow_step`; all methods are called after the step.
+
+    Read by `predict_memory`, and by `memory_parts` and `saved_parts`, which compose memory for a model of any depth.
+    """
 
     live: LiveStorages  # after the step
-    num_blocks: int
+    num_blocks: int  # of the model, as `_blocks_of_list` finds blocks
     splits_backward: bool  # whether the schedule computes gradients of weights later than gradients of inputs
     kinds: Mapping[Storage, str]  # the kind of each storage, from `KINDS`
     by_parameter: Mapping[str, Memory]  # bytes between steps, by the parameter's name
     places: Mapping[str, int]  # each parameter's `Storage.place`, by the parameter's name
 
     def between_steps(self) -> Memory:
-        """The rank's bytes between steps, of all parameters."""
+        """The rank's bytes between steps, summed over the parameters. For `predict_memory`, and for `peak_at`."""
         return total_of(self.by_parameter)
 
     def most_saved(self) -> int:
-        """The most bytes saved for backward at the end of any forward or backward of a microbatch."""
+        """The most bytes saved for backward at the end of any forward or backward of a microbatch.
+
+        Called by `predict_memory`, for `Memory.activations`.
+        """
         at = self.live.bytes_at_moments(self._is_saved)
         return max((at[moment] for moment, phase in self.live.marks if phase in ("forward", "backward")), default=0)
 
@@ -139,7 +150,8 @@ class FollowedStep:
     def saved_of_microbatch(self) -> SavedBytes:
         """The bytes saved for backward at the end of the last microbatch's forward.
 
-        Only for a step without stages: no earlier microbatch is in flight then.
+        Called by `memory_parts` and `saved_parts`. Only for a step without stages, where no earlier microbatch is in
+        flight.
         """
         number = max(number for number, (_, phase) in enumerate(self.live.marks) if phase == "forward")
         begin, end = self.live.marks[number - 1][0] if number else 0, self.live.marks[number][0]
@@ -155,12 +167,15 @@ class FollowedStep:
         )
 
     def peak(self) -> Peak:
-        """The peak of the step. Cost: a pass over all storages."""
+        """The rank's bytes by kind at the step's moment of the most bytes. Called by `predict_memory`.
+
+        Cost: passes over all storages.
+        """
         at = self.live.bytes_at_moments()
         return self.peak_at(max(range(len(at)), key=at.__getitem__))
 
     def peak_at(self, moment: int) -> Peak:
-        """The rank's bytes by kind at a moment."""
+        """The rank's bytes by kind at a moment. Called by `peak`, and by `memory_parts` for a moment of each phase."""
         counts = dict.fromkeys(KINDS, 0)
         last: Storage | None = None
         for each in self._alive(moment):
@@ -174,7 +189,10 @@ class FollowedStep:
         return Peak(phase=self.live.phase_at(moment), op=last.op if last else "", place=place, **counts)
 
     def outside_at(self, moment: int) -> tuple[dict[str, float], dict[str, float]]:
-        """The bytes of each kind at a moment: of places before the first block, and of places after the last."""
+        """The part outside the blocks of the bytes of `peak_at`, by kind: (before the first block, after the last).
+
+        Called by `memory_parts`: ranks without the first stage, or without the last, do not hold these bytes.
+        """
         before, after = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         for each in self._alive(moment):
             counts = before if each.place == BEFORE else after if each.place >= self.num_blocks else None
@@ -197,7 +215,11 @@ class FollowedStep:
         return before, after
 
     def stretches(self) -> list[tuple[int, int, str, int]]:
-        """The step cut where phase or place changes: (first moment, moment after the last, phase, place)."""
+        """The step cut into stretches of moments, each in a single phase at a single place, in order.
+
+        Returns (first moment, moment after the last, phase, place) for each. Called by `memory_parts`, which looks for
+        the moment of the most bytes in each stretch.
+        """
         ends = [(moment + 1, "") for moment, _ in self.live.marks] + [(start, "") for start, _ in self.live.places]
         cuts = sorted({0, *(moment for moment, _ in ends), self.live.now + 1})
         found = []
@@ -220,11 +242,11 @@ def follow_step(
     has_shared_casts: bool = False,
     only_forward: bool = False,
 ) -> FollowedStep:
-    """Run the step twice on shapes, and follow the storages of the second run.
+    """Run the step twice on shapes, and follow the storages of the second run. Called by `follow_model`.
 
     The first run makes the tensors kept between steps, such as the buffers of gathered parameters, and optimizer
     states. Without stages, a single microbatch makes all of these tensors.
-    by_parameter: bytes between steps, by name. has_shared_casts: whether the microbatches of a model without stages
+    by_parameter: from `bytes_of_parameters`. has_shared_casts: whether the microbatches of a model without stages
         share the casts of parameters, as the microbatches of a stage do. only_forward: run each microbatch's forward
         alone, for `FollowedStep.saved_of_microbatch`. Further arguments: as for `predict_memory`.
     """

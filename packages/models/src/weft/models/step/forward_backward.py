@@ -89,7 +89,7 @@ def forward_backward(
 
 
 def _own_sync(model: nn.Module) -> GradientSync:
-    """The GradientSync kept with the model; a new one at the first step, and after parameters were replaced."""
+    """The GradientSync kept with the model; made at the first step, and anew after parameters were replaced."""
     sync: GradientSync | None = vars(model).get(_SYNC)
     if sync is not None and not sync.has_parameters_of(model):
         sync.close()
@@ -135,7 +135,8 @@ def divide_batch(
 ) -> list[Microbatch]:
     """Divides a batch into `count` microbatches by rows, laid out on the model's mesh by its plan.
 
-    Called by `forward_backward`, by `record` on shapes, and by `weft train` on one process.
+    Called by `forward_backward`; by `on_shapes`, for a step recorded on shapes; and by `Feed.whole_batch`, for the loss
+    of step 1 in a single process, which `weft train` compares with the loss on the mesh.
     tokens, targets, inputs: as for `forward_backward`.
     Raises ValueError, on every rank, unless `count` divides the rows of each rank, for rows that differ between stages,
     for tokens sharded over "cp" without their order, for targets laid out in another order than the tokens. Inside
@@ -187,7 +188,8 @@ def divide_batch(
 def link_positions(microbatches: Sequence[Microbatch]) -> None:
     """Attaches the positions of the whole batch to the positions of each microbatch, in place.
 
-    Dynamic rope scaling reads these, because the angles depend on the longest row of the whole batch.
+    Called by `divide_batch` and `Feed.training`. Dynamic rope scaling reads the positions of the whole batch, because
+    the angles depend on the batch's longest row.
     """
     arguments = [each.kwargs.get("positions") for each in microbatches]
     values = [each.values if isinstance(each, OrderedPositions) else each for each in arguments]
@@ -197,7 +199,11 @@ def link_positions(microbatches: Sequence[Microbatch]) -> None:
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
-    """The dropout key of microbatch `number` of `count`, from the step's key; an only microbatch has the step's key."""
+    """The dropout key of microbatch `number` of `count`, from the step's `key`. With a `count` of 1: `key` unchanged.
+
+    key: an int, or a uint64 scalar; the result is of the same type.
+    Called by `divide_batch`, and for `weft train` by `Outline.dropout_key`.
+    """
     if count == 1:
         return key
     if isinstance(key, Tensor):  # uint64; values above the range of int64 are possible

@@ -27,25 +27,27 @@ COMPOSED = frozenset(("linear_cross_entropy", "experts", "grouped_matmul", "rout
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A followed storage: the place in the program of the allocation, and the moment of the release.
+    """A followed storage: when and where in the program the storage was allocated, and when released.
 
-    A moment counts the allocations and releases of the program up to then.
+    Made by `LiveStorages` at each allocation, and by `adopt`; read by `FollowedStep`.
+    A moment is the number of allocations and releases up to then, 0 before the first. Adopted storages do not count.
     """
 
     nbytes: int
-    born: int  # moment of allocation
+    born: int  # moment just after the allocation; of an adopted storage, the moment of `adopt`
     # Number of the block at work at the allocation: BEFORE the first block, and once a backward is over; the number of
     # blocks after the last block. Of parameters and gradients: as given to `adopt` or `relabel`.
     place: int
     in_module: bool  # whether a module's forward was running, in backward also as recomputation
     in_backward: bool  # whether autograd's backward was running
-    op: str  # at work: Weft's, or outside Weft's ops torch's
-    call: int  # number of the call of Weft's op at work; 0 outside
-    died: int | None = None  # moment of release; None: alive at the end
-    call_of_death: int = 0  # as `call`, at the release
+    op: str  # name of the op at the allocation: Weft's, or outside Weft's ops torch's; "" of an adopted storage
+    call: int  # which call of a Weft op made the storage, counted from 1; 0 outside Weft's ops, and without `by_op`
+    died: int | None = None  # moment just after the release; None: alive at the end
+    call_of_death: int = 0  # which call of a Weft op released the storage, counted as `call`
     kind: str | None = None  # of `followed_step.KINDS`; None: by place, phase and lifetime
 
     def is_alive(self, moment: int) -> bool:
+        """Whether the storage is allocated, and not yet released, at `moment`."""
         return self.born <= moment and (self.died is None or self.died > moment)
 
 
@@ -60,6 +62,7 @@ class _Followed:
 class LiveStorages(ShapesMode):
     """A context in which each storage made by an op of torch is followed until freed.
 
+    Made by `follow_step`, and entered once, around the second run of a step.
     The buffers of gathered parameters are followed through `resize_`, which frees and refills. Not seen: memory that
     an op of torch allocates and frees inside.
     blocks: of the model, in order; for `Storage.place`.
@@ -68,14 +71,14 @@ class LiveStorages(ShapesMode):
 
     def __init__(self, blocks: Sequence[nn.Module] = (), *, by_op: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: list[Storage] = []
-        self.marks: list[tuple[int, str]] = []  # (end, phase)
-        self.places: list[tuple[int, int]] = [(0, BEFORE)]  # (moment, place from then on)
-        self.now = 0
+        self.storages: list[Storage] = []  # also released storages, in the order of allocation
+        self.marks: list[tuple[int, str]] = []  # (last moment of a phase, the phase), in order; from `mark`
+        self.places: list[tuple[int, int]] = [(0, BEFORE)]  # (moment, place of the program from then on), in order
+        self.now = 0  # the latest moment
         self._blocks, self._by_op = blocks, by_op
         self._live: dict[int, _Followed] = {}  # by address of torch's StorageImpl
         self._depth = 0  # modules whose forward is running
-        self._calls, self._call, self._op = 0, 0, ""
+        self._calls, self._call, self._op = 0, 0, ""  # calls of Weft ops so far; number and op of the running call
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveStorages:
@@ -123,42 +126,58 @@ class LiveStorages(ShapesMode):
         return output
 
     def adopt(self, tensors: Iterable[Tensor], kind: str, place: int = BEFORE) -> None:
-        """Follow the storages of existing tensors. A storage followed before keeps its kind."""
+        """Follow the storages of existing tensors: parameters, buffers, inputs. Called by `follow_step` before a run.
+
+        A storage followed before keeps kind and place.
+        """
         for storage in _storages(list(tensors)):
             if storage._cdata not in self._live:
                 self._follow(storage, "", kind).place = place
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the tensors' storages, except where a kind is set."""
+        """Set the kind of followed storages without a kind. Called with the tensors of each bucket of gradients."""
         for storage in _storages(list(tensors)):
             found = self._live.get(storage._cdata)
             if found is not None and found.storage.kind is None:
                 found.storage.kind = kind
 
     def relabel(self, tensors: Iterable[Tensor], kind: str, place: int) -> None:
-        """Replace kind and place of the tensors' storages: the sum of a bucket becomes gradients, say."""
+        """Replace kind and place of followed storages. Called by `follow_step` after a run, with the gradients.
+
+        A gradient's storage may be a bucket's until then.
+        """
         for storage in _storages(list(tensors)):
             if storage._cdata in self._live:
                 record = self._live[storage._cdata].storage
                 record.kind, record.place = kind, place
 
     def mark(self, phase: str) -> None:
-        """Note the end of `phase`. Called after each forward and backward of a microbatch, after gradient sync, …"""
+        """Note the end of `phase` at the present moment.
+
+        Called by `follow_step` as `after_phase` of a run, and after the optimizer. After "backward", the place becomes
+        BEFORE.
+        """
         self.marks.append((self.now, phase))
         if phase == "backward":
             self._go_to(BEFORE)
 
     def begin_forward(self) -> None:
-        """Go on before the first block, after a forward without a backward."""
+        """Set the place to BEFORE the first block. Called by `follow_step` before each forward, if no backward runs."""
         self._go_to(BEFORE)
 
     def counts(self, storage: Storage) -> bool:
-        """Whether a storage takes memory. With `by_op`, a storage born and freed in a call of a Weft op takes none."""
+        """Whether a storage takes memory. With `by_op`, a storage made and freed in a call of a Weft op takes none,
+        unless the op is in `COMPOSED`.
+        """
         inside = self._by_op and storage.call and storage.call == storage.call_of_death
         return not inside or storage.op in COMPOSED
 
     def bytes_at_moments(self, chosen: Callable[[Storage], bool] | None = None) -> list[int]:
-        """The live bytes at each moment, from 0 to `now`. chosen: which storages to count; None: all."""
+        """The live bytes by moment, from 0 to `now`: a list of `now` + 1 numbers.
+
+        Called after a run by `FollowedStep`, and by the memory of models of any depth. chosen: which storages to count;
+        None: all.
+        """
         changes = [0] * (self.now + 2)
         for each in self.storages:
             if self.counts(each) and (chosen is None or chosen(each)):
@@ -167,7 +186,7 @@ class LiveStorages(ShapesMode):
         return list(accumulate(changes))[:-1]
 
     def phase_at(self, moment: int) -> str:
-        """The phase in which a moment lies; "" after the last mark."""
+        """The phase in which a moment lies; "" after the last mark. Called by `FollowedStep`."""
         return next((phase for end, phase in self.marks if moment <= end), "")
 
     def _follow(self, storage: Any, op: str, kind: str | None) -> Storage:

@@ -89,7 +89,11 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """The arguments of `record`, except model, mesh, plan and clip_norm."""
+    """The arguments of `record` except model, mesh, plan and clip_norm, with the same meanings. For `on_shapes`.
+
+    Made by `record` and `predict_memory`, for `weft train` and `weft explain` by `Outline.step_shape`, and for the
+    prediction of step times by `Workload.shape`.
+    """
 
     batch: Sequence[int] | tuple[Tensor, Tensor]
     criterion: Criterion | None = None
@@ -102,16 +106,20 @@ class StepShape:
 
 @dataclass(slots=True)
 class SharedRuns:
-    """Results shared by runs on shapes of several ranks of a pipeline. Filled by the first run, used by later runs."""
+    """Results shared by the runs on shapes of several ranks of a pipeline, to find each result once.
 
-    cut: Cut | None = None  # of the model into stages
-    # Of messages, by the rank's place in a stage.
+    Made empty by `check_run`, which records many ranks, and by `ExplainedStep`, which reads `cut` after the run.
+    Filled and read by `on_shapes`.
+    """
+
+    cut: Cut | None = None  # of the model into stages; None before the first run, and without stages
+    # By a rank's coordinates in the mesh of a stage: the forms of the messages between all stages at the coordinates.
     forms: dict[tuple[int, ...], MessageForms] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The result of `run_on_shapes`; empty for a rank outside a mesh with stages."""
+    """The result of `run_on_shapes`. For a rank outside a mesh with stages, all fields are empty."""
 
     communication: Communication = field(default_factory=Communication)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # global, of the rank's parameters by name
@@ -134,12 +142,13 @@ def run_on_shapes(
     """`record`, with the layouts of parameters and the pipeline's schedule in the result.
 
     shape: the further arguments of `record`.
-    update: an optimizer's step with communication of its own, called with the rank's model after the gradients. None
-        for an optimizer without communication.
+    update: called with the rank's model after gradient sync and clipping; issues the collectives of the optimizer's
+        step, as `communicate_update` does for Muon. None for an optimizer without communication.
     listen, shared: as for `on_shapes`. listen is called again for a second run.
-    repeats: whether a pipeline's actions run for few of the alike microbatches (`RepeatedActions`): only where model
-        and criterion are Weft's own and backward only adds gradients up, as under ZeRO 0 and 1. Where a microbatch
-        issues different collectives after all, the step runs again in full.
+    repeats: whether a pipeline may run a few alike microbatches, and copy the collectives for the rest
+        (`RepeatedActions`). Done only where model and criterion are Weft's own, and where each backward but the last
+        sums no gradients over ranks, as under ZeRO 0 and 1. Where the collectives of a microbatch turn out to differ,
+        the whole step runs a second time, without copies.
     Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`. Errors: as for `record`.
     """
     issued: dict[Phase, list[Collective]] = {}
@@ -179,7 +188,9 @@ def run_on_shapes(
 
 
 class StopStep(Exception):
-    """Raised by `after_phase` of `PreparedStep.run`: leaves out the rest of the step."""
+    """Leaves out the rest of a step. Raised by `trace_step` and `follow_step` in `after_phase`, caught by
+    `PreparedStep.run`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +198,10 @@ class PreparedStep:
     """A rank's prepared step on meta tensors; `run` may be called several times. Yielded by `on_shapes`."""
 
     model: nn.Module  # the rank's part of the parallel model
-    criterion: Criterion
-    microbatches: Sequence[Microbatch]
-    sync: GradientSync
-    recorded: Recorded
+    criterion: Criterion  # weighted for the microbatches, as `find_gradients` takes a criterion
+    microbatches: Sequence[Microbatch]  # of this rank, laid out
+    sync: GradientSync  # of `model`
+    recorded: Recorded  # the recording of the rank's collectives
 
     def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
         """Run forward, backward and gradient sync. clip_norm: as for `find_gradients`.
@@ -215,7 +226,8 @@ def on_shapes(
 ) -> Iterator[PreparedStep | None]:
     """A context with a rank's step prepared on shapes: yields the `PreparedStep` to run inside.
 
-    listen: called with the recording before the model is laid out, to set listeners. None: there are none.
+    listen: called once with the recording, before the model is laid out, to set listeners: `CallRecorder.listen`, which
+        lists calls for the check against hangs. None: no listeners.
     shared: for runs of several ranks of a pipeline with equal arguments; None for a single run.
     Yields None for a rank outside a mesh with the axis "pp".
     Further arguments and errors: as for `record`. Called by `run_on_shapes`, `follow_model`, `trace_step` and
@@ -289,7 +301,7 @@ def on_shapes(
 
 @contextmanager
 def _unheard(recorded: Recorded) -> Iterator[None]:
-    """A context in which the recording's listeners are not called."""
+    """A context in which the recording's listeners are not called. Entered by `on_shapes` around `message_forms`."""
     listeners = recorded.listener, recorded.group_listener
     recorded.listener = recorded.group_listener = None
     try:
@@ -299,6 +311,7 @@ def _unheard(recorded: Recorded) -> Iterator[None]:
 
 
 def _mean_cross_entropy(targets: Tensor) -> Criterion:
+    """The criterion where `StepShape.criterion` is None. targets: of the whole batch."""
     return partial(cross_entropy, denominator=float(math.prod(targets.shape)))
 
 
