@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, layout_of, to_global
+from weft.reshard.extension import Call, recording
 from weft.reshard.moving.dtensor import wrap
+from weft.reshard.training.gradient_buckets import MOST_IN_FLIGHT
 
 from tests.reshard.test_gradients import Scale
 from tests.support.collectives import Collectives
@@ -144,20 +146,46 @@ def test_whatever_each_rank_uses(ranks: int, pool: Any, portion: Any) -> None:
 
 def large_buckets() -> None:
     """More buckets than may be in flight: ranks with all gradients wait for the rest within backward."""
-    sizes = [50] * 9
+    sizes = [50] * 20
     for each_step in (
-        [(range(9), range(9)), (range(9), []), ([], range(9)), (range(9), [0, 8])],
-        [(range(9), []), ([4], range(9))],
-        [([8], range(9)), (range(9), range(9)), ([], range(9))],
+        [(range(20), range(20)), (range(20), []), ([], range(20)), (range(20), [0, 19])],
+        [(range(20), []), ([4], range(20))],
+        [([19], range(20)), (range(20), range(20)), ([], range(20))],
     ):
         model = Weights(DATA, sizes)
         sync = GradientSync(model, bucket_bytes=1)
         for number, used in enumerate(each_step):
             backward(model, DATA, used[dist.get_rank()], 100 * number)
             sync.wait()
-            assert_right(model, [right(i, used, 100 * number, sizes) for i in range(9)], number)
+            assert_right(model, [right(i, used, 100 * number, sizes) for i in range(20)], number)
             for parameter in model.all:
                 parameter.grad = None
+
+
+def test_eight_buckets_are_under_way_at_most() -> None:
+    """A wait in backward stops the device: a decoder block's seven matrices are summed beside the next block."""
+    under_way, most = set[int](), 0
+    with recording(DATA, 0) as recorded, torch.device("meta"):
+        model = Weights(DATA, [50] * 20)
+        sync = GradientSync(model, bucket_bytes=1)
+
+        def listen(call: Call) -> Callable[[], None]:
+            nonlocal most
+            number = len(numbers)
+            numbers.append(number)
+            under_way.add(number)
+            most = max(most, len(under_way))
+            return lambda: under_way.remove(number)
+
+        numbers = list[int]()
+        recorded.listener = listen
+        rows = Layout(DATA, "dp: S(0)")
+        inputs = [distribute(torch.empty(ROWS, 2, 50, dtype=torch.float64), rows) for _ in range(40)]
+        outputs = [Scale.apply(each, weight) for each, weight in zip(inputs[:20], model.all, strict=True)]
+        torch.autograd.backward(outputs, inputs[20:])
+        assert len(under_way) == most == MOST_IN_FLIGHT == 8
+        sync.wait()
+        assert len(numbers) == 20 and not under_way
 
 
 def test_a_rank_that_waits_within_backward_is_met(pool: Any) -> None:

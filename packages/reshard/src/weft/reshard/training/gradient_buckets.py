@@ -20,8 +20,8 @@ from ..world.exact import exact_axes
 from .buckets import Bucket, Route
 from .pending_gradient import Forms, GradientForm, Leaf, cast_grad
 
-# The most buckets whose collectives are under way at once. A decoder block has seven matrices, and each large matrix has
-# a bucket of its own: a block's gradients may be summed while backward computes the next block.
+# The most buckets whose collectives are under way at once. A decoder block has seven matrices, and each large matrix
+# has a bucket of its own: a block's gradients may be summed while backward computes the next block.
 MOST_IN_FLIGHT = 8
 
 

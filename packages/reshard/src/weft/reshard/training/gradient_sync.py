@@ -59,7 +59,7 @@ class GradientSync:
         update by hand, torch's `clip_grad_norm_` or a GradScaler. A torch optimizer's step and Weft's
         `clip_grad_norm_` raise RuntimeError for all new gradients.
     Buckets: gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
-        collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
+        collective. At most eight buckets are under way: the oldest is finished before a ninth starts, in backward too.
     ZeRO: where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is
         reduced into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With
         zero=2 and 3 every backward pass sends gradients, also in `paused()`; the sum is in the shard's `.grad` when
