@@ -40,9 +40,9 @@ class GradientBuckets:
     """The open buckets of a GradientSync, and the buckets in flight. Made by `GradientSync.__init__`.
 
     bucket_bytes, dtype: see GradientSync.
-    before_wait: called before a new bucket waits for the oldest of `MOST_IN_FLIGHT` buckets; publishes the gradients
-        sent so far. A rank without gradients learns by this message to give zeros, without which the collective might
-        not end.
+    before_wait: called before a third bucket starts, and before each later bucket; publishes the gradients sent so far.
+        A rank without gradients learns by this message to give zeros. Without zeros, the collectives might not end for
+        which this rank waits: of the oldest bucket, or of a gather of parameters behind the buckets.
     count_gathers: returns how many gathers of parameters this rank has started; see `gather_order`.
     """
 
@@ -158,8 +158,9 @@ class GradientBuckets:
 
         At most `MOST_IN_FLIGHT` buckets are in flight: older ones are finished first, which frees their buffers.
         """
-        while len(self._in_flight) >= MOST_IN_FLIGHT:
+        if len(self._in_flight) > 1:
             self._before_wait()
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._finish_oldest()
         self._gathers_before.append(self._count_gathers())
         bucket.start()
