@@ -12,9 +12,10 @@ from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
 from weft.models.predict import observer
 from weft.models.predict.events import Compute, Start, Trace, Wait
-from weft.models.predict.trace import trace_step
+from weft.models.predict.timeline import time_step
+from weft.models.predict.trace import Reduced, trace_step
 from weft.models.step import live_storages
-from weft.models.step.alike import choose_representatives
+from weft.models.step.alike import Representative, block_names, choose_representatives, copy_blocks
 from weft.models.step.communication import Communication
 from weft.models.step.followed_step import Peak
 from weft.models.step.memory import predict_memory
@@ -23,8 +24,12 @@ from weft.models.train.measure import flops_per_token
 from weft.reshard.extension import add_dtensors
 from weft.reshard.world import recording
 
+from tests.models.predict.traces import TOY
+
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4, "max_seq_len": 32}
 ROTARY = {**SIZES, "num_kv_heads": 2, "intermediate_size": 128}
+# Gathers and sums take a fifth of the step.
+SLOW_LINKS = replace(TOY, levels=tuple(replace(each, bandwidth=each.bandwidth / 5) for each in TOY.levels))
 MODELS = {
     "llama": lambda **sizes: Llama(LlamaConfig(**ROTARY | sizes)),
     "qwen3": lambda **sizes: Qwen(QwenConfig(version=3, head_dim=16, **ROTARY | sizes)),
@@ -87,6 +92,22 @@ def test_blocks_that_run_stand_for_all(family: str, plan: str, microbatches: int
         assert found[each] == (pytest.approx(nbytes, rel=0.1) if summed else nbytes), each
     assert trace.num_blocks == 8
     assert sum(len(each.blocks) for each in trace.select(phase="forward", microbatch=0)) == 8
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_blocks_that_run_take_the_time_of_all(zero: Any, microbatches: int) -> None:
+    """Gathers and sums begin ahead of time, and end beside other blocks: each wait is as long as with all blocks."""
+    model, mesh = make("llama"), ProcessMesh.grid(dp=16)
+    own, shape = replace(model.parallel_plan(), zero=zero), StepShape(batch=(64, 32), microbatches=microbatches)
+    names = block_names(model, own)
+    every = [Representative(number, (number,)) for number in range(len(names))]
+    all_blocks = Reduced(copy_blocks(model, names, range(len(names))), names, every)
+    seconds = [
+        time_step(trace_step(model, mesh, own, shape, clip_norm=1.0, reduced=reduced), SLOW_LINKS, world=16).seconds
+        for reduced in (None, all_blocks)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.002)
 
 
 @pytest.mark.few(1)

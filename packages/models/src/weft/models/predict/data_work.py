@@ -46,7 +46,7 @@ class DataWork:
         last_backward: seconds of the work in the last backward pass on a rank with all blocks; None: of all passes.
         gathers_first: False if `passes` has seconds of the host, which may issue ops while parameters are gathered.
         A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
-        blocks gathers before the passes, too, except under zero=3, and may hide all other collectives in the passes.
+        blocks may hide all collectives in the passes.
         """
         gathers = self.gathers if gathers_first else 0.0
         if candidate.pp > 1:
@@ -54,10 +54,8 @@ class DataWork:
             # Of the rank with the most blocks, whose sums of all microbatches are in turn.
             sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)
             return max(passes, sums) + of_blocks + self.update / candidate.pp
-        before = 0.0 if candidate.zero == 3 else gathers * num_blocks
-        before += passes
         last = passes if last_backward is None else max(last_backward, self.of_backward)
-        return max(self.busy, before, before - last + self.at_last) + self.update
+        return max(self.busy, passes, passes - last + self.at_last) + self.update
 
 
 WITHOUT_DATA = DataWork(

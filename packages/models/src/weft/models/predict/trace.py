@@ -26,7 +26,7 @@ from .events import Place, Segment, Trace
 from .observer import Observer, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
 
-GATHERED_AHEAD = 2  # blocks whose parameters are being gathered while a block computes, under zero=3
+GATHERED_AHEAD = 2  # blocks whose parameters are gathered, or are being gathered, while a block computes, under ZeRO
 RUN_MICROBATCHES = 3  # the first makes gradients, the second stands for all between, the last's gradients are sent
 
 
@@ -92,7 +92,7 @@ def trace_step(
         placed = observer.placed
         if not only_passes:
             held = observer.add_update(ready.model, states)
-            placed = of_whole_model(placed, held, gathers_whole=plan.zero < 3, by_part=is_stage)
+            placed = of_whole_model(placed, held, by_part=is_stage)
             if is_stage and plan.zero < 2:  # with more, every backward sums its gradients
                 placed = sum_after_backward(placed)
         trace = Trace(
@@ -144,7 +144,7 @@ def reduce_model(model: nn.Module, plan: ParallelPlan, *, is_stage: bool) -> Red
     the first: the first block's backward gathers the gradient of the embedding's output.
     """
     names = block_names(model, plan)
-    ahead = GATHERED_AHEAD if plan.zero == 3 and not is_stage else 1
+    ahead = GATHERED_AHEAD if plan.zero and not is_stage else 1
     representatives = representatives_of(model, names, ahead, 0 if is_stage else ahead)
     return Reduced(copy_blocks(model, names, [each.number for each in representatives]), names, representatives)
 

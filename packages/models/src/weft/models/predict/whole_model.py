@@ -11,14 +11,15 @@ from .observer import ModelPart, Placed
 
 
 def of_whole_model(
-    placed: Sequence[Placed], held: Mapping[ModelPart, int], *, gathers_whole: bool, by_part: bool
+    placed: Sequence[Placed], held: Mapping[ModelPart, int], *, by_part: bool
 ) -> list[Placed]:
     """The events of a run of few blocks, with work on all parameters at once scaled to the whole model's bytes.
 
-    Scaled are the norm of gradients; with `gathers_whole`, the gather of all parameters before the first block; and the
-    sum of all gradients at once, as in a small model, which sums without regard to blocks.
-    held: bytes of this rank's parameters in each part that ran, from `Observer.add_update`. by_part: cut the work into
-        an event for each part of the model instead, for stages.
+    Scaled are the norm of gradients, and the sum of all gradients at once, as in a small model, which sums without
+    regard to blocks.
+    held: bytes of this rank's parameters in each part that ran, from `Observer.add_update`.
+    by_part: for stages, cut the work into an event for each part of the model instead, and so the gather of all
+        parameters before the first block.
     """
     run = sum(held.values())
     whole = sum(nbytes * (1 if block is None else len(block.blocks)) for (block, _), nbytes in held.items())
@@ -32,7 +33,7 @@ def of_whole_model(
             return "sum"
         if _is_norm(each):
             return "norm"
-        if gathers_whole and _is_gather(each):
+        if by_part and _is_gather(each):
             return "gather" if isinstance(each.event, Start) else "copy"
         return None
 

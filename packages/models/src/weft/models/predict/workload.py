@@ -42,7 +42,7 @@ class Workload:
     is_compiled: bool = False  # whether blocks are compiled
     plan: ParallelPlan | None = None  # to which candidates' options are added; None: the model's own
     _plan: list[ParallelPlan] = field(default_factory=list)  # of `plan`, once known
-    _reduced: dict[tuple[bool, bool], Reduced] = field(default_factory=dict)  # by whether zero is 3, and "pp" above 1
+    _reduced: dict[tuple[bool, bool], Reduced] = field(default_factory=dict)  # by whether with ZeRO, and with "pp"
     runs: KnownRuns[Trace] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Workload:
         mesh = ProcessMesh.grid(**candidate.axes)
         plan = replace(self.plan_of(candidate, rows), pipeline=PipelinePlan(microbatches=candidate.microbatches))
         shape = self.shape(rows * candidate.microbatches, candidate.microbatches)
-        key = plan.zero == 3, candidate.pp > 1
+        key = plan.zero > 0, candidate.pp > 1
         if key not in self._reduced:
             self._reduced[key] = reduce_model(self.model, plan, is_stage=candidate.pp > 1)
         with self.autocast():
