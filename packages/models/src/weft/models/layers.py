@@ -30,7 +30,8 @@ def row_independent(cls: ModuleClass) -> ModuleClass:
 class Linear(nn.Linear):
     """nn.Linear whose constructor leaves the parameters unset, for `models.initialize` or a checkpoint to fill.
 
-    unit: sharding the outputs never splits a group of `unit` consecutive outputs, such as the elements of a head.
+    unit: sharding the outputs never splits a group of `unit` consecutive outputs: the elements of a head, in the
+        projections of attention. Read by `layers_with_few_heads`, by context parallelism, and by Muon.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, unit: int = 1) -> None:
@@ -38,7 +39,7 @@ class Linear(nn.Linear):
         self.unit = unit
 
     def reset_parameters(self) -> None:
-        """Leaves the parameters unset."""
+        """Leaves the parameters unset. Called by the constructor of nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
@@ -56,6 +57,7 @@ class Head(Linear):
     def losses(self, input: Tensor, targets: Tensor) -> Tensor:
         """The tokens' negative log-probabilities [B, T], at least float32; 0 where the target is -100.
 
+        Called by `forward`, and in place of `forward` by sequence parallelism with the gather of tokens in the product.
         On a mesh, input and targets have the same layout along B and T, and the losses have the targets' layout.
         Communication: as of `kernels.linear_cross_entropy`.
         """
@@ -67,7 +69,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding whose constructor leaves the table unset, for `models.initialize` or a checkpoint to fill."""
 
     def reset_parameters(self) -> None:
-        """Leaves the table unset."""
+        """Leaves the table unset. Called by the constructor of nn.Embedding."""
 
     def forward(self, input: Tensor) -> Tensor:
         """tokens [...] -> [..., embedding_dim]"""
@@ -114,7 +116,10 @@ class LayerNorm(nn.Module):
 
 @row_independent
 class HeadNormRope(nn.Module):
-    """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share a weight [size]."""
+    """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share a weight [size].
+
+    Used by `blocks.Attention` for queries and for keys, in models that normalize both (qk_norm_eps).
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -154,7 +159,8 @@ class Dropout(nn.Module):
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
         order: in which the tokens (dim -2) are stored, None for reading order; see `Batch.order`. Masks do not change.
-        orders: an order for each row, in place of `order`. residual: of the input's shape.
+        orders: an order for each row, in place of `order`, for rows cut by documents. Layers give neither: the pre-hook
+            of context parallelism adds `order` or `orders`. residual: of the input's shape.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
         if not self.is_active:
@@ -165,6 +171,7 @@ class Dropout(nn.Module):
     def attention_options(self, key: int | Tensor | None) -> dict[str, Any]:
         """Keyword arguments for `kernels.attention`, which drops attention weights itself. Empty without dropout.
 
+        Called by `DotProductAttention.forward`, in place of this module.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
         if not self.is_active:
@@ -247,9 +254,10 @@ class DotProductAttention(nn.Module):
             cache: [B, capacity]. None: every row is one document.
         cache: keys and values of earlier tokens; extended by this call's. None: the call has all tokens.
         order: as for `Dropout.forward`.
-        received: keys and values on their way from other ranks. This object also states which keys each query sees, so
-            window and documents are not used. A hook of context parallelism gives `order` or `received`; layers do not.
-            None for both: the tokens are in reading order, and this rank has all keys.
+        received: keys and values on their way from the ranks along "cp", where rows are cut by documents. This object
+            also states which keys each query sees, so window and documents are not used. A hook of context parallelism
+            gives `order` or `received`; layers do not. None for both: the tokens are in reading order, and this rank
+            has all keys.
         sinks: [heads], a learned logit of each head, as in gpt-oss; a parameter of the layer, sharded as its heads.
             None: a layer without sinks.
         """
@@ -266,15 +274,19 @@ class DotProductAttention(nn.Module):
 
 
 def embedding_tables(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of all nn.Embedding in a model; a table may also be a head's weight."""
+    """The parameters of all nn.Embedding in a model; a table may also be a head's weight.
+
+    Called to treat tables apart, by Muon, by the count of multiplying weights, and by the prediction of memory.
+    """
     return {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
 
 
 def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
     """Whether calling `layer` does no more than `kind.forward`: same class, and no hook, adapter or own forward.
 
-    An adapter within `without_adapters` does not count. The caller may then use the layer's parameters directly, in a
-    fused op, instead of calling the layer.
+    Called in forward by attention and MLP. If True, the caller may use the layer's parameters directly, in a fused op,
+    instead of calling the layer. An adapter within `without_adapters` does not count.
+    layer: None is not bare. kind: the exact class, without subclasses.
     """
     if type(layer) is not kind or "forward" in layer.__dict__:
         return False
@@ -290,5 +302,8 @@ def _has_inactive_adapter_alone(layer: nn.Module) -> bool:
 
 
 def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The layer's forward and backward hooks, as torch stores them: four dicts."""
+    """The layer's hooks as torch stores hooks, four dicts: forward pre, forward, backward pre, backward.
+
+    Called by `is_bare`, and by `local_modules` to find hooks added later.
+    """
     return layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks

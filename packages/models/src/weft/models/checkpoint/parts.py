@@ -68,10 +68,11 @@ def part_of(tensor: Tensor) -> TensorPart:
 
 
 class PartSavePlanner(DefaultSavePlanner):
-    """Plans a save in which each part is written once.
+    """Plans a save in which each part is written once. Made by `Snapshot.write` on every rank, for torch's `save`.
 
     Each rank plans all of its parts that have elements. Of the ranks with the same part, torch's `create_global_plan`
-    then picks the rank with the fewest bytes to write.
+    then picks, on rank 0, the rank with the fewest bytes to write. While writing, `lookup_object` returns the values of
+    a part.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,10 @@ class PartSavePlanner(DefaultSavePlanner):
 
 
 class PartLoadPlanner(DefaultLoadPlanner):
-    """Plans a load in which each rank reads only the overlap of the stored parts with the rank's own parts."""
+    """Plans a load in which each rank reads only the overlap of the stored parts with the rank's own parts.
+
+    Made by `fill_from` on every rank, for torch's `load`. While reading, `lookup_tensor` returns the tensor to fill.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -52,9 +52,11 @@ class Snapshot:
         return replace(self, parts=parts)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes the checkpoint, see `save_checkpoint`.
+        """Writes the checkpoint into `folder`. Every rank must call this.
 
-        group: of all ranks; not to be used elsewhere during the call. None: the default group.
+        Called by `save_checkpoint`, and by the thread of a `Saver`. Communication and errors: as `save_checkpoint`.
+        After an error, rank 0 removes the temporary folder.
+        group: of all ranks; no collective of another thread may use the group during the call. None: the default group.
         """
         try:
             with _without_warning():
@@ -196,6 +198,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 def check_model(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> None:
     """Raises ValueError unless the checkpoint's tensors have exactly the names and shapes of the model's.
 
+    Called before the parameters are read: by `fill_from`, by `load_unsharded_weights`, and by `convert`.
     absent: as for `fill_from`.
     """
     difference = _describe_difference(model, reader, absent)

@@ -42,12 +42,16 @@ from .shards import (
     write_safetensors,
 )
 
-Piece = tuple[tuple[int, ...], tuple[int, ...]]  # a slice of a stored part: offsets and shape
+# A slice of a stored part: offsets, counted from the part's beginning, and shape.
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class FolderWriter(StorageWriter):
     """Writes a checkpoint into `folder`: one safetensors file for each rank with something to write, and `documents`.
 
+    Made by `Snapshot.write` on every rank, for torch's `save`, which calls the methods. Rank 0 alone runs
+    `prepare_global_plan`, which names each rank's file, and `finish`. In between each rank runs `write_data`.
+    documents: contents by file name, written by rank 0.
     optimizer: the manifest's entry, from `describe_optimizer`; None for a checkpoint without optimizer state.
     torch's `save` raises a CheckpointException with the writer's errors: ValueError where the folder exists, OSError
     where writing fails.
@@ -122,20 +126,25 @@ class FolderWriter(StorageWriter):
 
 
 def partial_path(folder: Path) -> Path:
-    """The temporary path of a folder being written."""
+    """The temporary path of a folder being written, the same in every process: for checkpoints, and for `convert`."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def own_partial_path(folder: Path) -> Path:
-    """`partial_path` with this process's id (PID), for a folder that one process writes.
+    """`partial_path` with this process's id (PID), for a folder that rank 0 alone writes.
 
+    Called by `save_pretrained` and `save_lora`.
     Two programs writing the same `folder` at once then share no file.
     """
     return folder.with_name(f"{partial_path(folder).name}-{os.getpid()}")
 
 
 def begin_folder(folder: Path, temporary: Path) -> None:
-    """Makes the temporary folder. Raises ValueError where `folder` exists, OSError as `mkdir`."""
+    """Makes the temporary folder, after removing an earlier one. Called by a single process before any file.
+
+    temporary: from `partial_path` or `own_partial_path`.
+    Raises ValueError where `folder` exists, OSError as `mkdir`.
+    """
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
@@ -151,7 +160,8 @@ def finish_folder(
 ) -> None:
     """Writes the documents and the manifest into `partial_path(folder)`, and renames the temporary folder to `folder`.
 
-    `begin_folder` made the temporary folder. Returns when everything is on disk.
+    Called when all tensors are written, by `FolderWriter.finish` on rank 0 and by `convert`. `begin_folder` made the
+    temporary folder. Returns when everything is on disk.
     """
     written = write_documents(partial_path(folder), documents)
     manifest = Manifest(tensors, {**files, **written}, optimizer=optimizer)
@@ -164,6 +174,8 @@ def finish_folder(
 class FolderReader(StorageReader):
     """Reads pieces of a checkpoint's tensors and records their checksums, for `check_sums` to compare.
 
+    Made by `fill_from` on every rank, for torch's `load`, which calls `read_metadata` and `read_data`. A process alone
+    calls `read_into`.
     sums_of_pieces: (tensor, number of its part, piece) -> checksum of the piece.
     nbytes: bytes read by this rank from safetensors files, headers included.
     Raises ValueError and DamagedCheckpoint as `Manifest.read`.
@@ -210,6 +222,7 @@ class FolderReader(StorageReader):
     def read_into(self, name: str, whole: Tensor) -> None:
         """Read a whole tensor into `whole`, part by part, and verify the checksums. whole: of the stored shape.
 
+        Called by a process alone: by `convert`, and for the loss of a single process.
         Empties `sums_of_pieces`: the checksums of earlier calls of `read` are verified too, and forgotten.
         Raises DamagedCheckpoint where the tensor was changed after the save.
         """
@@ -279,6 +292,7 @@ class FolderReader(StorageReader):
 def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int, Piece], int]) -> None:
     """Raises DamagedCheckpoint where a stored part was changed after writing, if all of the part was read.
 
+    Called after reading: on rank 0 for a checkpoint, in `FolderReader.read_into`, and for Hugging Face folders.
     pieces: (tensor, number of its part, piece) -> checksum, from all reading ranks. A part read only partially is
     skipped: the checksum of the whole is unknown.
     """

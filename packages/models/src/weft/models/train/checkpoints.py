@@ -27,7 +27,10 @@ from .saved_run import describe_run, logged_of, read_saved
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written. The message says why; earlier checkpoints are complete."""
+    """A checkpoint could not be written. The message says why; earlier checkpoints are complete.
+
+    Raised by `Saver.save` and `Saver.wait`; `train` turns NotSaved into a TrainingError.
+    """
 
 
 class Saver:
@@ -36,6 +39,7 @@ class Saver:
     def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Communication: a new process group of all ranks, for writing beside the training's collectives."""
         self._run, self._model, self._optimizer = run, model, optimizer
+        # the facts on which the run's bits depend, for checkpoints and plan.txt; None without `plan.exact`
         self.arithmetic = arithmetic_of(run.config, next(model.parameters()).device)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
@@ -43,9 +47,9 @@ class Saver:
         self._error: BaseException | None = None
         self._notes: list[str] = []
         self._notes_returned = 0  # how many of _notes `take_notes` has returned
-        self.held_out_loss: float | None = None  # the loss before the first step, set by the caller
+        self.held_out_loss: float | None = None  # before step 1, set by the loop or by `resume`
         self.last: Path | None = None  # the newest complete checkpoint
-        # length and checksum of metrics.jsonl, from the resumed checkpoint
+        # Set by `resume`: length and checksum of metrics.jsonl from the checkpoint, for the check of `Results.begin`.
         self.logged: Mapping[str, Any] | None = None
         self.count = 0  # checkpoints written
         self.blocked = self.writing = 0.0  # seconds of steps waiting for checkpoints, and of writing checkpoints
@@ -53,6 +57,7 @@ class Saver:
     def resume(self) -> int:
         """Load rank 0's checkpoint to resume from, if any; return the number of steps already taken.
 
+        Called by the loop before the first step. Also sets `last`, `logged` and `held_out_loss`.
         Communication: a broadcast of the path, then as `load_checkpoint`. Raises ValueError as `load_checkpoint`.
         """
         paths = [self._run.resume]
@@ -74,16 +79,18 @@ class Saver:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Context whose time is added to `blocked`."""
+        """Context of the loop around a save: the context's time is added to `blocked`, in seconds."""
         start = time.perf_counter()
         yield
         self.blocked += time.perf_counter() - start
 
     def save(self, step: int, logged: Mapping[str, Any] | None = None) -> None:
-        """Copy the model and the optimizer's state, and start writing the copy.
+        """Copy the model and the optimizer's state, and start writing the copy in a thread.
 
-        Later steps do not change the checkpoint.
-        logged: on rank 0, as in `describe_run`.
+        Called by every rank at --save-every, when the run is told to stop, and after the last step for a model class
+        of the user's own. Later steps do not change the checkpoint.
+        step: steps taken. logged: `Results.logged` on rank 0, the length and checksum of metrics.jsonl.
+        Communication: none here; in the thread as `Snapshot.write`, in a process group of the Saver's own.
         Raises NotSaved, on every rank, if the previous checkpoint could not be written.
         """
         self.wait()
@@ -142,6 +149,8 @@ class Saver:
         self._notes += [line for line in lines if line not in self._notes]
 
     def take_notes(self) -> list[str]:
-        """The lines to print about checkpoints written since the last call."""
+        """The lines added since the last call, for the loop to print: about removed checkpoints, and, after `resume`,
+        about facts whose change ends the equality of bits.
+        """
         start, self._notes_returned = self._notes_returned, len(self._notes)
         return self._notes[start : self._notes_returned]

@@ -44,12 +44,16 @@ from .run import axes_of, reference_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A run's configuration, mesh and parallel plan. Made with `Outline.of` by `Trainer` and `ExplainedStep`."""
+    """A run's configuration, mesh and parallel plan.
+
+    Made with `Outline.of` by `Trainer` and by the commands with a step on shapes: `weft explain`, `weft check` and
+    `weft plan`. Made with `Outline.of_reference` for the reference model of dpo and kto.
+    """
 
     config: TrainConfig
     mesh: ProcessMesh
     plan: ParallelPlan
-    tokens_price: Price | None = None  # of both ways of tokens to experts on an axis "ep"
+    tokens_price: Price | None = None  # of both transports of tokens to experts; None without an axis "ep"
 
     @classmethod
     def of(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
@@ -82,6 +86,7 @@ class Outline:
     def of_reference(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
         """The outline of the frozen reference model of dpo or kto: without adapters, on the mesh of the reference.
 
+        Called by `ModelReference` in a run, and by `weft explain` and `weft check` for the reference's memory.
         config, axes: of the run. Raises ValueError as `reference_config`.
         """
         config, sizes = reference_config(config, axes)
@@ -113,18 +118,22 @@ class Outline:
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of a microbatch, over all ranks."""
+        """Rows of a microbatch, over all ranks. `Feed` cuts batches into microbatches of these rows."""
         return self.batch_shape[0] // self.num_microbatches
 
     def token_criterion(self, denominator: float) -> Criterion:
         """The summed cross-entropy over `denominator`, plus the routers' losses for a model with experts.
 
+        Called by `TokenObjective` for each step, and by `step_shape`.
         denominator: the number of learned tokens in the global batch; losses of microbatches and ranks then add up.
         """
         return self.with_routers(partial(cross_entropy, denominator=denominator))
 
     def with_routers(self, criterion: Criterion) -> Criterion:
-        """A criterion of training steps, with the routers' losses added for a model with experts."""
+        """`criterion` with the routers' losses added, for training steps of a model with experts; else `criterion`.
+
+        Called by `token_criterion`, and by `PreferenceObjective` for dpo and kto; not for held-out losses.
+        """
         model = self.config.model
         if not self.training_inputs or not isinstance(model, MixtureConfig):
             return criterion
@@ -133,7 +142,10 @@ class Outline:
 
     @property
     def training_inputs(self) -> dict[str, Any]:
-        """Inputs of the model in training steps alone: router=True, for a model that returns router statistics."""
+        """Inputs of the model in training steps, added by `Feed`; not in evaluations.
+
+        router=True, for a model that returns router statistics; else empty.
+        """
         return {ROUTER: True} if has_router(self.config.model, self.config.model_class) else {}
 
     @property
@@ -158,19 +170,25 @@ class Outline:
         return dtype
 
     def dropout_key(self, step: int, number: int | None = None) -> Tensor:
-        """The dropout key of a step, or of microbatch `number` of the step. A scalar uint64."""
+        """The dropout key of a step, or of microbatch `number` of the step, both from 0. A scalar uint64, on the CPU.
+
+        `Feed` passes the key to the model as the input dropout_key.
+        """
         key: int | Tensor = derive_key(self.config.seed, "dropout", step)
         if number is not None:
             key = microbatch_key(key, number, self.num_microbatches)
         return torch.tensor(key, dtype=torch.uint64)
 
     def select_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The items of `inputs` that the model's forward takes, by name. Tokens are passed separately."""
+        """The items of `inputs` that the model's forward takes, by name. Called by `Feed` for each microbatch.
+
+        Tokens are not among these inputs: the model gets tokens as a positional argument.
+        """
         names = (*inputs_of(self.config.model_class), *self.training_inputs)
         return {name: value for name, value in inputs.items() if name in names}
 
     def step_shape(self, rank: int, documents: Tensor | None = None, examples_per_row: int = 1) -> StepShape:
-        """The batch, criterion and inputs of a step on shapes.
+        """The batch, criterion and inputs of a step on shapes, for `rank` to run.
 
         documents: [rows, T], the number of each token's document, where keys are exchanged by the documents of the
             batch; None: the step is predicted without documents.
@@ -209,8 +227,9 @@ class Outline:
         """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
         documents, examples_per_row: as for `step_shape`.
-        listen: sets the listeners of the recording, as for `on_shapes`.
-        shared: as for `on_shapes`, of this outline's ranks.
+        Called by `Trainer` on rank 0, by `weft explain` for a single rank, and by `check_run` for many ranks.
+        listen: called with the recording before the model is laid out, to set listeners; None: no listeners.
+        shared: results shared by runs of several ranks of this outline; None for a single run.
         The forward passes of a reference, and of kto's mismatched rows, are not part of the prediction.
         Nothing is trained. Communication: none, and no process group is needed.
         """
@@ -226,6 +245,7 @@ class Outline:
     def memory_parts(self, rank: int) -> MemoryParts | None:
         """The parts of the memory of `rank` in a step on a GPU; None where blocks are few or not alike.
 
+        Called by `weft explain`, for `predict_peak` to add the parts up to the depth of the model.
         The update's memory is not included: torch's fused optimizers need none, and Muon's few matrices come when the
         activations are gone. Communication: none.
         """
@@ -236,10 +256,10 @@ class Outline:
         return None
 
     def predict_peak(self, rank: int, schedule: Schedule | None, parts: MemoryParts | None) -> Peak:
-        """Predict the memory of `rank` at the peak of a step on a GPU. Communication: none.
+        """Predict the memory of `rank` at the peak of a step on a GPU. Called by `weft explain`. Communication: none.
 
-        schedule: of the pipeline; None without stages. parts: of `memory_parts`; None to run the whole step on shapes,
-            as is done where gradients of weights come later.
+        schedule: of the pipeline; None without stages. parts: of `memory_parts`. None: the whole step runs on shapes,
+            which costs more. The whole step also runs under a schedule with separate actions for gradients of weights.
         """
         if parts is None or (schedule is not None and schedule.splits_backward):
             whole = self.predict_memory(rank).peak
@@ -254,7 +274,10 @@ class Outline:
         return stage_peaks(parts, schedule, ranges)[coordinate[PIPELINE_AXIS]]
 
     def predict_memory(self, rank: int) -> Memory:
-        """Predict the memory of `rank` in a step on a GPU, by running the whole step on shapes. Communication: none."""
+        """Predict the memory of `rank` in a step on a GPU, by running the whole step on shapes. Communication: none.
+
+        Called by `predict_peak`, and by `weft check`.
+        """
         shape, model = self.step_shape(rank), self.make_model()
         with self.autocast_context("cpu"):
             return predict_memory(

@@ -37,7 +37,8 @@ def train(run: Run, device: torch.device) -> int:
 
     Rank 0 prints, and writes all files except the tensors of checkpoints and the traces, which every rank writes.
     Returns 0, or the signal received. By then a checkpoint is saved or, after the last step, the final model (the last
-    checkpoint for a model class of the user's own); a replay saves neither after the last step.
+    checkpoint for a model class of the user's own); a replay (--replay, `Run.last_step`) saves neither after the
+    last step.
     Communication: in every step as `Trainer.step`, and an all-reduce of a byte for the vote on stopping; for
     checkpoints as `Saver`.
     Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite; if the loss of
@@ -92,8 +93,9 @@ def _make_trainer(run: Run, device: torch.device) -> Trainer:
 
 
 def find_parameter_layouts(trainer: Trainer) -> list[ParameterLayout]:
-    """Shape and layout of the parameters of all pipeline stages, in stage order; for the report and plan.txt.
+    """Shape and layout of the parameters of all pipeline stages, in stage order.
 
+    Called once at the start of a run, for `Report.print_layout` and for plan.txt.
     Communication: under a pipeline, an all-gather of each rank's parameter names, shapes and layouts.
     """
     layouts, shapes = layouts_of(trainer.model), shapes_of(trainer.model)
@@ -215,7 +217,10 @@ def _save_user_model(run: Run, results: Results, saver: Saver) -> Path:
 
 
 def check_profile(run: Run, first_step: int) -> None:
-    """Raise TrainingError where --profile would trace nothing, since few steps are left after `first_step` steps."""
+    """Raise TrainingError where --profile would trace nothing, since few steps are left after `first_step` steps.
+
+    Called by `_run` after resuming. `first_step` is the number of steps already taken.
+    """
     left, needed = run.config.steps - first_step, PROFILED_FROM + PROFILED_STEPS - 1
     if run.config.profile is not None and left < needed:
         raise TrainingError(

@@ -1,6 +1,7 @@
 """Measurements of training steps.
 
 `flops_per_token` and `peak_flops`: the operations of a step and the peak of the chip, for the metrics tflops and mfu.
+`weft explain` and `weft plan` also count by `flops_per_token`.
 `peak_memory` and `total_memory`: the memory used by this process, and the device's memory. `Trainer` logs both.
 `memory_table`: the memory held by each rank of a pipeline, printed by `Trainer.first_step`.
 `CollectiveCount`: the collectives issued by a step, seen through torch's dispatcher. `Trainer.first_step` compares
@@ -115,7 +116,8 @@ def memory_table(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Op
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that records the collectives issued inside.
 
-    Read them with `take_each`, or only their numbers with `issued` or `take`.
+    Read the collectives with `take_each`, or their numbers with `issued` or `take`. `Trainer.step` takes the
+    collectives after each phase of step 1.
     As a `TorchDispatchMode`, the counter sees collectives issued by any code, including DTensor.
     The axes of a collective are the mesh axes for which Weft first asked for the group; () for any other group.
     """
@@ -141,7 +143,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def issued(self) -> Counter[str]:
-        """Number of collectives of each kind since the last `take` or `take_each`."""
+        """Number of collectives of each kind since the last `take` or `take_each`. Nothing is reset."""
         return Counter(each.kind for each in self._collectives)
 
     def take(self) -> Counter[str]:

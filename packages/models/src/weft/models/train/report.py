@@ -24,20 +24,24 @@ from .run import Run
 from .suggestions import suggestions
 
 SKIPPED_NAMES_SHOWN = 3
-# Largest relative difference of the mean loss between two meshes: about 2**-20 and 2**-10. Partial sums have 24 bits in
-# float32 and 8 in bfloat16, and the error of the mean is smaller than a single token's: the tokens' errors have both
-# signs.
+# Largest relative difference between the mean loss on the mesh and on one process, by the dtype of the computation, for
+# `check_loss`: about 2**-20 and 2**-10. Partial sums have 24 bits in float32 and 8 in bfloat16. The error of the mean
+# is smaller than a single token's, because the tokens' errors have both signs.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 METRICS_COLUMNS = 139  # width of the metrics beside the progress bar; a narrower terminal gets no bar
 # What is held out, in words.
 _HELD_OUT = {"pretrain": "text", "sft": "answers", "dpo": "pairs", "kto": "completions"}
-ROUTER_METRICS = ("balance", "z", "busiest_expert")  # fields of Metrics, for models with experts alone
+# Fields of Metrics, computed by step_metrics.py. `Results` leaves a group out where all values are None.
+ROUTER_METRICS = ("balance", "z", "busiest_expert")  # models with experts
 PREFERENCE_METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy", "kl")  # dpo and kto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """The metrics of a step: a line of metrics.jsonl, also shown on the terminal and sent to trackers."""
+    """The metrics of a step: a line of metrics.jsonl, also shown on the terminal and sent to trackers.
+
+    Made by `Trainer.read_metrics`. Speeds and shares of time are averages over the steps between two calls.
+    """
 
     step: int  # from 1
     done: float  # finished share of the run's steps
@@ -55,10 +59,11 @@ class Metrics:
     held_out_loss: float | None = None  # None in steps without an evaluation
     balance: float | None = None  # the balance loss, before its coefficient; None without experts
     z: float | None = None  # the routers' mean squared logsumexp; None without experts
-    busiest_expert: float | None = None  # tokens of a layer's busiest expert over the mean, of the worst layer
-    # mean implicit reward of chosen answers, or of a step's desirable completions; None without any
+    busiest_expert: float | None = None  # in each layer most tokens of an expert / mean; the largest of all layers
+    # mean implicit reward in the step: for dpo of chosen answers, for kto of desirable completions; None without any
     rewards_chosen: float | None = None
-    rewards_rejected: float | None = None  # of rejected answers, or of undesirable completions; None without any
+    # the same for dpo's rejected answers and kto's undesirable completions; None without any
+    rewards_rejected: float | None = None
     rewards_margin: float | None = None  # rewards_chosen - rewards_rejected; None without one of the two
     rewards_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward; None for kto
     kl: float | None = None  # kto's divergence of the model from the reference; None for dpo
@@ -107,12 +112,17 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     layout: Layout | None  # None if unsharded, on a single process
-    # Coordinate of the ranks on "pp"; None without a pipeline, or for the table of a single stage.
+    # Coordinate on "pp" of the parameter's ranks. None without a pipeline, and in `weft explain`, whose
+    # table is of a single stage.
     stage_rank: int | None = None
 
 
 class Report:
-    """Prints the progress of a run. enabled: whether to print at all; in a run, true on rank 0 only."""
+    """Prints the progress of a run, or the step of `weft explain`.
+
+    Made by `Trainer` in every process, and by `ExplainedStep.print`.
+    enabled: whether to print at all; in a run, true on rank 0 only.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
@@ -130,10 +140,11 @@ class Report:
         return min(self._console.width, 120)
 
     def print_layout(self, parameters: Sequence[ParameterLayout], heading_suffix: str = "") -> None:
-        """Print a line per kind of parameter: shape, layout, shard shapes, and the ranks along "pp" that hold it.
+        """Print a line per kind of parameter: shape, layout, shard shapes, and the coordinates on "pp" of the holders.
 
-        parameters: of all stages or of a single stage, in the model's order.
-        heading_suffix: added to the heading, to name the single stage.
+        A kind is all parameters with equal general names, shapes and layouts.
+        parameters: of all stages in a run, of a single stage in `weft explain`; in the model's order.
+        heading_suffix: added to the heading by `weft explain`, to name the stage.
         """
         kinds: dict[tuple[str, ...], list[ParameterLayout]] = {}
         for each in parameters:
@@ -164,8 +175,10 @@ class Report:
     ) -> None:
         """Print the predicted collectives of a step, with the bytes received by `rank`.
 
-        documents: None unless ranks along "cp" exchange keys by the documents of packed rows. "known": predicted from
-            the documents of step 1. "unknown": predicted without documents, with all-gathers of keys in their place.
+        Called at the start of a run on rank 0, and by `weft explain` for any `rank`.
+        documents: None unless ranks along "cp" exchange keys by the documents of packed rows. "known", in a run:
+            predicted from the documents of step 1. "unknown", in `weft explain`: predicted without documents, with
+            all-gathers of keys in place of the exchanges.
         """
         of_what = "of step 1, by its documents" if documents == "known" else "a step"
         self.print_line(
@@ -251,7 +264,11 @@ class StepDisplay:
             self._bar.update(self._task, completed=step)
 
     def show(self, metrics: Metrics) -> None:
-        """Show a step's metrics."""
+        """Show a step's metrics. Called for each result of `Trainer.read_metrics`.
+
+        The bar shows every call. Without a bar, a line is printed for the first and the last step, for each multiple
+        of `log_every`, and for a step with an evaluation.
+        """
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=metrics.step, description=str(metrics))
         elif (
@@ -281,7 +298,10 @@ def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
 
 
 def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
-    """The mesh as text: "4 processes, mesh dp=2 x tp=2". ep: how many of these processes share a layer's experts."""
+    """The mesh as text: "4 processes, mesh dp=2 x tp=2", for the first lines of `weft train` and `weft explain`.
+
+    ep: the number of processes over which a layer's experts are divided.
+    """
     count = math.prod(axes.values())
     return (
         f"{count:,} process{'es' if count > 1 else ''}, "
@@ -291,9 +311,10 @@ def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
 
 
 def opening_lines(run: Run, *, gpus: int) -> str:
-    """The first lines of a run's output: the model, data and mesh, then what the data's folders have besides text.
+    """The first lines of a run's output: the model, data and mesh, then files and entries of the data left unread.
 
-    "skipped" are files that are not UTF-8 text; "passed over" are entries that are no files, such as sockets.
+    Printed by the command `weft train` before `launch`.
+    "skipped" are files that are not UTF-8 text; "passed over" are entries that are no files, for example sockets.
     gpus: the number of GPUs; with 0 the run computes on CPUs.
     """
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
@@ -361,5 +382,8 @@ def closing_lines(
 
 
 def general_name(parameter: str) -> str:
-    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
+    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight".
+
+    Called by `Report.print_layout`, and by `Results.begin` for plan.txt, to show alike parameters once.
+    """
     return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -1,8 +1,8 @@
 """The model, optimizer and data of a process, and the computation of a step.
 
-The training loop (loop.py) makes a `Trainer` per process. Order of the calls: `held_out_loss` and `first_step` in a run
-before step 1; then for each step `step`, and where a line is due `read_metrics` and `held_out_loss`; `sample` at the
-end.
+The training loop (loop.py) makes a `Trainer` per process. Order of the calls: `begin`; `held_out_loss` in a run before
+step 1; for each step `step`, or `first_step` for step 1; where due `read_metrics`, `held_out_loss`, and `check_finite`
+before a checkpoint; at the end `sample` and `held_out_loss`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ SAMPLE_TOKENS = 60
 class TrainingError(RuntimeError):
     """The run cannot continue; the message says where and why.
 
-    The message names the newest checkpoint if a value is not finite or a checkpoint could not be written.
+    Raised by `train` on every rank; `launch` prints the message on rank 0. The message names the newest checkpoint if
+    a value is not finite or a checkpoint could not be written.
     """
 
 
@@ -60,12 +61,12 @@ class Trainer:
     model, optimizer, mesh, plan, pipeline, rank: of this process; pipeline: None without one.
     report: prints on rank 0. activity: the work of the process now, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
-    predicts_exchange: whether the prediction counts exchanges of keys by the documents of step 1.
-    rows_line: for examples, a line about the rows; else None. tokens_line: as `Outline.tokens_line`.
-    recorder: digests steps; None in a run without digests.
-    issued_collectives: the collectives of step 1, by phase.
-    load: the tokens given to each expert in the steps read last; None without experts.
-    wait_timer: measures how long the device waits for communication.
+    predicts_exchange: whether rank 0 predicted step 1 by the documents, for exchanges of keys along "cp".
+    rows_line: the rows of examples in words; None for text. The loop prints both lines. tokens_line: as in `Outline`.
+    recorder: digests steps, for the loop to take after each step; None in a run without digests.
+    issued_collectives: the collectives of step 1 by phase, filled by `first_step`.
+    load: [layers with experts, E], set by `read_metrics`: the tokens given to each expert; None without experts.
+    wait_timer: times the device's waits for communication. Active within `measure_waits` of the loop.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
@@ -120,7 +121,7 @@ class Trainer:
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._unread_steps: list[UnreadStep] = []
-        self.load: Tensor | None = None  # [layers with experts, E]: tokens of each expert in the steps read last
+        self.load: Tensor | None = None  # summed over the steps of the last `read_metrics`
         self.wait_timer = WaitTimer(device)
         self._read_at = time.perf_counter()
 
@@ -131,7 +132,7 @@ class Trainer:
     def step(self, step: int, counter: CollectiveCount | None = None) -> None:
         """Forward, backward, gradient sync, clipping and update of step `step`, counted from 0.
 
-        counter: if given, the collectives recorded by this context are moved to `issued_collectives`, by phase.
+        counter: from `first_step`; after each phase, the collectives move to `issued_collectives`. None after step 1.
         The host does not wait for the device; `read_metrics` fetches the loss and the norm.
         Communication: for dpo and kto as `PreferenceObjective.step`; as `find_gradients`; under muon as Muon's
         `update_matrices`, while every further optimizer updates each rank's shards without communication; for a step
@@ -177,9 +178,10 @@ class Trainer:
         self._unread_steps.append(UnreadStep(step + 1, result, lr))
 
     def begin(self, step: int) -> None:
-        """Prepare the reference, and start reading the data of `step`, the run's first, in a thread.
+        """Fill the table of a precomputed reference, if any; start a thread to read the data of `step`, from 0.
 
-        Later steps are then prefetched. Communication: as `PreferenceObjective.begin`, for dpo and kto.
+        Called by the loop after resuming: `step` is the first of this process. Later steps' data are prefetched.
+        Communication: as `PreferenceObjective.begin`, for dpo and kto.
         """
         self._objective.begin(step, self.report.print_line)
         self._prefetch.begin(step)
@@ -187,7 +189,7 @@ class Trainer:
     def restart_clock(self) -> None:
         """Restart the clock by which the next `read_metrics` measures speed and the share of waiting.
 
-        Called before the first step, and after an evaluation, whose time does not count.
+        Called before the steps, by `first_step` and `read_metrics`, and after evaluations, whose time does not count.
         """
         self.wait_timer.pop_seconds()
         self._read_at = time.perf_counter()
@@ -195,7 +197,7 @@ class Trainer:
     def read_metrics(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> list[Metrics]:
         """Wait for the device once, and return the metrics of the steps since the last call, in order.
 
-        newest_checkpoint: returns the path to name in an error.
+        newest_checkpoint: returns the path to name in an error; `Saver.wait_for_newest` in a run.
         Communication: none; for a loss that is not finite, an all-gather of a bool: whether the rank's part of the
         loss is not finite.
         Raises TrainingError, on every rank, for the first step whose loss or gradient norm is not finite.
@@ -297,7 +299,6 @@ class Trainer:
         """The mean loss over the held-out data, without dropout; None if nothing is held out.
 
         Every rank takes part and waits for the device.
-
         Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp"; with stages
         also messages between stages and an all-reduce of the sum over "pp"; for dpo and kto also the reference's.
         """
