@@ -85,7 +85,7 @@ class GradientPresence:
             self._world, self._name = world(), _unique_name(leaves)
 
     def publish_early(self, leaf_forms: tuple[Forms, ...], sent: Sent, *, repeat: bool) -> None:
-        """Publishes, during backward, which gradients this rank has sent. Called before the wait for an older bucket.
+        """Publishes, during backward, which gradients this rank has sent. Called before a third bucket.
 
         A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
         repeat: False publishes at the first call of a round, True at every call. True is needed in the first step,

@@ -333,10 +333,10 @@ class GradientSync:
         return True
 
     def _publish_before_wait(self) -> None:
-        """Called by GradientBuckets before each wait for an older bucket: publishes gradients sent in backward.
+        """Called by GradientBuckets with two buckets under way, before another: publishes gradients sent in backward.
 
         A rank without any gradient is in `wait()` already, and waits for this message. The message tells the rank to
-        give zeros, without which the older bucket's collective might not end.
+        give zeros, without which the collectives of the buckets might not end.
         """
         if not self._in_wait:
             # In the first step, these messages alone tell a rank the forms of zeros: every message is needed.
