@@ -19,7 +19,10 @@ from .options import Options
 
 @dataclass(frozen=True, slots=True)
 class LossShard:
-    """A shard's place in the vocabulary, and the options of the loss."""
+    """A shard's place in the vocabulary, and the options of the loss.
+
+    Made in each forward and each backward of cross-entropy and linear cross-entropy, for the rank's shard.
+    """
 
     start: int  # id of the shard's first class
     vocab_size: int
@@ -33,14 +36,18 @@ class LossShard:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The upstream gradients of a call, and the denominator of the reduction "mean"."""
+    """The upstream gradients of a call, and the denominator of the reduction "mean".
+
+    Made in backward. Also made in a forward which computes the logits' gradient in advance: `loss` is then a guess of
+    the upstream gradient (`guess.py`), or 1 in linear cross-entropy.
+    """
 
     loss: Tensor | None  # a scalar, or a number per row; not yet divided by `denominator`. None stands for zeros
     lse: Tensor | None = None  # a number per row; None stands for zeros
     denominator: Tensor | None = None  # a scalar, which divides `loss`; None: nothing is divided
 
     def of(self, rows: slice) -> Upstream:
-        """The upstream gradients of some rows."""
+        """The upstream gradients of some rows of the flattened logits. Called for each chunk of rows of a gradient."""
         if self.lse is None and (self.loss is None or self.loss.ndim == 0):
             return self
         loss, lse = (
@@ -50,7 +57,7 @@ class Upstream:
 
 
 class MergedStatistics(NamedTuple):
-    """The combined statistics of all shards, each [N] in float64. Made and explained by `merge`."""
+    """The combined statistics of all shards, each [N] in float64. Made by `merge`, which explains the fields."""
 
     base: Tensor
     log_sum: Tensor
@@ -60,6 +67,8 @@ class MergedStatistics(NamedTuple):
 def merge(statistics: Tensor) -> MergedStatistics:
     """Combine the first three statistics of `statistics` [shards, N, 3 to 6].
 
+    Called in plain torch by `losses`, and for each chunk of rows before `gradient_factors`. Triton kernels combine the
+    statistics themselves.
     lse_hi + lse_lo is a shard's logsumexp without the target; lse_lo is the rounding error of lse_hi.
 
     base: the largest lse_hi or the target's logit, whichever is larger. If every logit is -inf, base is 0 and log_sum
@@ -134,6 +143,8 @@ def losses(
 def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weight of each token's class [N], 0 for ignored tokens.
 
+    Called for the loss and the gradient in plain torch, and to sum the weights for the reduction "mean"
+    (`mean_denominator`, and `criterion.py` of `weft.models`).
     weight: of the classes; None: 1 each. A target outside the vocabulary gets the nearest class's weight: the loss is
     NaN already.
     """
@@ -146,7 +157,7 @@ def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dty
 
 @dataclass(frozen=True, slots=True)
 class RowFactors:
-    """The scalars of each row's gradient. Made by `gradient_factors`.
+    """The scalars of each row's gradient. Made by `gradient_factors` for a chunk of N rows.
 
     [N] in float64; softmax_scale and smoothing may be [1], for a value equal in all rows.
     A class's gradient is softmax_scale * softmax - smoothing * weight; the target's is target_grad.
@@ -162,7 +173,11 @@ class RowFactors:
 def gradient_factors(
     merged: MergedStatistics, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: LossShard
 ) -> RowFactors:
-    """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients."""
+    """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients.
+
+    Called in plain torch for each chunk of rows, when the logits' gradient is computed: in backward, or in forward.
+    merged, upstream: of the chunk.
+    """
     options = shard.options
     base, log_sum, log_odds = merged
     ignored = None if shard.none_ignored else classes == options.ignore_index
@@ -211,7 +226,8 @@ def find_rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     torch.argmax returns the first of equal logits. So the target's logit must be at least the largest logit of the
     classes after the target, and at least the next float above the largest logit of the classes before.
 
-    z: a shard's logits [n, V], -inf at the target.
+    Called in plain torch for each chunk of n rows, with the shard's statistics.
+    z: the shard's logits after logit_scale and softcap [n, V], -inf at the target.
     target: the target's column [n, 1]; negative, or V or more, if another shard has the target.
     """
     is_before = torch.arange(z.shape[1], device=z.device) < target  # [n, V]

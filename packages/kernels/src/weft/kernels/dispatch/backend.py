@@ -26,11 +26,13 @@ from weft.reshard.extension import is_compiling as is_compiling
 from .arguments import PLAIN
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of an op's floating-point operands
-TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids that `embedding` looks up
+TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids of `embedding`, and of the experts' ids in MoE ops
 
-# Programs in a launch, where each program loops over tiles, in Triton's interpreter: few, so that the loop runs.
+# The number of multiprocessors which `chip_of` gives in Triton's interpreter. As few programs then loop over the tiles
+# of a launch, and each program has several tiles even in small tests.
 INTERPRETED_PROGRAMS = 3
-# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
+# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. The environment is read once, because
+# `use_triton` and `runs_natively` ask in each call. `counted_traffic` sets the constant to True inside.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
 is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
@@ -42,6 +44,7 @@ def meta_as_cpu() -> Iterator[None]:
     """Inside, in this process, ops on meta tensors run the code for CPU tensors: save and allocate as on a CPU.
 
     Outside, ops on meta tensors run the code for a GPU. See `on_cpu`, `runs_natively` and `is_shape_alone`.
+    Entered by `weft.models` (`step/memory.py`) to predict the memory of a step on a CPU.
     """
     global _meta_is_cpu
     before, _meta_is_cpu = _meta_is_cpu, True
@@ -54,8 +57,8 @@ def meta_as_cpu() -> Iterator[None]:
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels. Otherwise the op runs plain torch.
 
-    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs
-    plain torch, as the reference for the kernels.
+    True on CUDA, and on a CPU if `INTERPRETED`: TRITON_INTERPRET was 1 when Weft was imported, or the call is inside
+    `counted_traffic`. float64 always runs plain torch, as the reference for the kernels.
     Ask before importing kernels, because a CPU installation may have no triton.
     """
     return (tensor.is_cuda or (INTERPRETED and on_cpu(tensor))) and tensor.dtype != torch.float64
@@ -64,8 +67,8 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Whether the tensor is in CPU memory. For a meta tensor: whether inside `meta_as_cpu`.
 
-    Asked, for example, by products of 16-bit factors with a float32 result: a CPU has no GEMM for these, and the
-    factors are cast first.
+    Asked where an op's code differs on a CPU. For example, a CPU has no GEMM of 16-bit factors with a float32 result,
+    and the factors are cast first; and linear cross-entropy holds fewer bytes of logits at once.
     """
     return tensor.device.type == "cpu" or (_meta_is_cpu and tensor.is_meta)
 
@@ -73,14 +76,17 @@ def on_cpu(tensor: Tensor) -> bool:
 def is_shape_alone(tensor: Tensor) -> bool:
     """Whether the tensor is a meta tensor which only gives shapes: an op may then compute in fewer, larger pieces.
 
+    Asked by attention, and in plain torch by cross-entropy and the gradient of swiglu and geglu.
     False on data, and inside `meta_as_cpu`, where ops must allocate as on data.
     """
     return tensor.is_meta and not _meta_is_cpu
 
 
 def is_short_of_memory(tensor: Tensor) -> bool:
-    """Whether backward recomputes what forward could save: the output of a norm or gate, or a dropout mask.
+    """Whether ops save less in forward and recompute more in backward. Decided by device and dtype, not by free memory.
 
+    Asked by `mark_recomputable` for the output of a norm or gate, by swiglu for the activation of the gate, and by
+    dropout for the mask.
     tensor: for the device and the dtype. False for float32 and float64 on a CPU, where recomputing is slow and memory
     is plentiful. Otherwise True.
     """
@@ -115,7 +121,7 @@ def _runs_natively_on_meta(*operands: Tensor | None) -> bool:
 
 
 def refuse_jit_trace(name: str) -> None:
-    """Raise RuntimeError while `torch.jit.trace` records. Called before an op runs by an `Op`.
+    """Raise RuntimeError while `torch.jit.trace` records. Called by `apply`, `apply_many`, `uniform` and `normal`.
 
     torch.jit.trace keeps what the host decided from the values and shapes of a single call, and never decides again.
     name: of the op.
@@ -128,9 +134,11 @@ def refuse_jit_trace(name: str) -> None:
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:
-    """The chip, as a Triton target name, and its number of multiprocessors.
+    """The chip, as a Triton target name ("sm_90"), and the number of the device's multiprocessors.
 
-    Any device other than a GPU gives ("interpreted", INTERPRETED_PROGRAMS).
+    Called before launches: the name finds measurements on the chip, for example tile sizes; the number decides how many
+    programs loop over the tiles.
+    Any device but a GPU gives ("interpreted", INTERPRETED_PROGRAMS).
     """
     if device.type != "cuda":
         return "interpreted", INTERPRETED_PROGRAMS
@@ -142,6 +150,8 @@ def chip_of(device: torch.device) -> tuple[str, int]:
 def multiplies(chip: str, dtype: torch.dtype) -> bool:
     """Whether Triton compiles matrix products of `dtype` for `chip`, a Triton target name.
 
+    Asked by `matmul.function.compiles` before a Triton kernel is chosen, and by `matmul.reference.can_multiply` for
+    torch's own float8 product.
     True for dtypes of more than 8 bits. Of the 8-bit dtypes, NVIDIA's chips (sm_...) multiply float8_e5m2, and from
     sm_89 on float8_e4m3fn. True for any other name: AMD's chips and the interpreter.
     """
@@ -172,8 +182,9 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 def is_recorded(tensor: Tensor) -> bool:
     """Whether the current CUDA stream is capturing a graph. False for a CPU tensor.
 
-    A replay runs the kernels again without the host code. So a caller neither caches a tensor made during the capture,
-    nor counts on being called once for each backward.
+    A replay runs the kernels again without the host code. Attention therefore caches no ranges made during a capture.
+    A captured backward may run on the GPU several times after a forward: the backward of cross-entropy makes each
+    replay after the first compute the gradient again, and for linear cross-entropy `is_last_use` is False.
     """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -188,11 +199,14 @@ def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> N
             )
 
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")  # device types for which ops follow autocast
 
 
 class CastTo(Enum):
-    """The dtype to which `torch.autocast` casts an op's floating operands. float64 operands are never cast."""
+    """The dtype to which `torch.autocast` casts an op's floating operands. float64 operands are never cast.
+
+    LOWER_INSIDE, of `linear_cross_entropy` alone: `autocasts` casts no operand, and gives the dtype as `compute_dtype`.
+    """
 
     LOWER = "the dtype of autocast"
     FLOAT32 = "float32"
@@ -201,7 +215,7 @@ class CastTo(Enum):
     LOWER_INSIDE = "autocast's dtype, passed as compute_dtype: the op casts operands and sums their gradients itself"
 
 
-# By name of the op.
+# By name of the op, as given to `autocasts` and `cast_for`.
 CASTS = {
     "add": CastTo.WIDEST,
     "add_layer_norm": CastTo.FLOAT32,
@@ -235,19 +249,29 @@ CASTS = {
 
 
 def is_autocasting() -> bool:
-    """Whether autocast is enabled on any device. Asked in every call, before the slower `autocast_dtype`."""
+    """Whether autocast is enabled on any device. Asked before the slower `autocast_dtype`.
+
+    Asked by `autocasts` in every call of an op, and by `first_order` in every backward.
+    """
     return is_autocast_enabled("cpu") or is_autocast_enabled("cuda")
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of the autocast enabled on the tensor's device; None if none is enabled."""
+    """The dtype of the autocast enabled on the tensor's device; None if none is enabled.
+
+    Asked by `autocasts` and `cast_for` before an op, and by `first_order` in a backward.
+    """
     device = _device(tensor)
     enabled = device in DEVICES and is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[None]:
-    """Context without autocast on the tensor's device, entered once an op's operands are cast."""
+    """Context without autocast on the tensor's device.
+
+    Entered by `autocasts` around an op, once the operands are cast, and by `first_order` around a backward that is
+    called inside autocast.
+    """
     return torch.autocast(_device(tensor), enabled=False)
 
 
@@ -288,6 +312,8 @@ ALIGNMENT = 64  # of torch's allocations on a CPU, in bytes
 def fresh_memory(tensor: Tensor) -> Tensor:
     """The tensor in memory as torch allocates a new tensor: contiguous, at a multiple of 64 bytes. Copies if needed.
 
+    Called inside `exact_sums` (`sharded/folded.py`) for each part of an operand or a gradient, so that an op gives the
+    same bits on the part as on a rank of the named mesh.
     Dims of size 1 get the strides of a new tensor, too: products choose code by strides.
     tensor: a plain tensor in an eager op, not in a compiled graph. Differentiable.
     """

@@ -53,7 +53,7 @@ class Op:
     #: (dtype of the first floating operand, options) -> dtype of the outputs, or a tuple with the dtype of each. Called
     #: only on ranks outside the mesh, to make empty outputs.
     dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype | tuple[torch.dtype, ...]] = lambda dtype, options: dtype
-    #: (*operands, **options) -> output. Called when grad mode is off. If None, `forward` is called instead.
+    #: (*operands, **options) -> output. Called by `compute_outputs`. If None, `forward` is called instead.
     inference: Callable[..., Any] | None = None
     #: names of options whose values differ from call to call. The cache key lacks these options, and the rule does not
     #: receive them.
@@ -74,7 +74,12 @@ class Op:
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 
     def compute_outputs(self, *operands: Tensor | None, **options: Any) -> Any:
-        """Return the output or outputs, without saved tensors. Called where no operand needs a gradient."""
+        """Return the output or outputs, without saved tensors.
+
+        Called where `backward` will not run: with grad mode off, and on plain tensors under torch.compile if no operand
+        needs a gradient. Also called if `backward` is None, on plain tensors, where torch may differentiate the result,
+        and inside `exact_sums`, where no operand needs a gradient.
+        """
         if self.inference is not None:
             return self.inference(*operands, **options)
         output = self.forward(*operands, **options)
@@ -91,6 +96,8 @@ OPS: dict[str, Op] = {}  # by name: a traced graph stores only names
 def observing(listener: Listener) -> Iterator[None]:
     """Inside, in this process, the listener is called in place of each function of each op.
 
+    Entered by `weft.models`: to predict the time of a step, to follow the storages of a step, and to note each module's
+    ops for `compare`.
     Tensors are local: an op on DTensors unwraps before the call. Calls nest where an op's function calls another op.
     Contexts must not be nested, nor run in several threads. Ops which are declared inside are not observed.
     """

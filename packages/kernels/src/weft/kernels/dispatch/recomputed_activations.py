@@ -32,8 +32,8 @@ class Recipe:
 
     op: Op
     options: dict[str, Any]
-    readers: int = 0  # how many ops save this recipe in place of the output, and will need the output in backward
-    reads_left: int = 0  # how many readers have not received `output` yet
+    readers: int = 0  # how often an op's forward saved this recipe in place of the output; each is read in backward
+    reads_left: int = 0  # while `output` is held: how many readers have not received `output` in this backward pass
     output: Tensor | None = None  # the recomputed output, between the first and the last reader of a backward pass
 
     def recompute(self, saved: Tensors) -> Tensor:

@@ -82,8 +82,9 @@ def cross_entropy(
         do not apply to the z-loss: "mean" without a denominator divides this part by the number of tokens.
     denominator: divides the sum for "mean"; None: the sum of the weights of tokens not ignored. If tokens are
         sharded, give the global count to save the count and its all-reduce.
-    inplace_backward: writes the gradient over the logits, which must be contiguous and not a leaf. Autograd raises in
-        a second backward, and in the backward of another op that saved the logits. Ignored under torch.compile.
+    inplace_backward: backward writes the gradient over the logits, which must be contiguous and not a leaf. Afterwards
+        autograd raises in a second backward of the loss, and in the backward of any further op which saved the logits.
+        Ignored under torch.compile.
 
     Precision: the logits' gradient errs by less than a unit in the last place of its dtype. With label smoothing the
         gradient is a difference, and the unit is that of the larger of the two numbers subtracted. With a softcap or
@@ -259,7 +260,8 @@ def as_denominator(
 ) -> Tensor | None:
     """The denominator as a scalar tensor on the logits' device. The host waits for no copy between devices.
 
-    Called by all four losses, linear ones included, before the loss runs. logits: only dtype and device are read.
+    Called before the loss runs, by `cross_entropy`, `linear_cross_entropy` and the vocab-parallel form of each.
+    logits: only dtype and device are read. A linear loss has no logits yet, and gives a TensorForm.
     Raises ValueError for a denominator that is not a number of 0 or more, and if the denominator or the weight requires
     a gradient; LayoutError for a DTensor that is not replicated.
     """

@@ -25,8 +25,8 @@ from ..backend import (
     operands_dtype,
 )
 
-# Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
-# float32.
+# Names of keyword arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's
+# sinks stay in float32.
 NEVER_CAST = ("accumulate_into", "cos", "sin", "sinks")
 # Casts of parameters inside `sharing_casts`: by the parameter's id and the dtype, the parameter and its local cast.
 _shared_casts: ContextVar[dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None]
@@ -71,7 +71,8 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
 def cast_for(name: str, operand: Operand) -> Operand:
     """Cast an operand as op `name` would, before the operand is resharded for the op.
 
-    The collective then moves the operand, and in backward its gradient, in the dtype of autocast.
+    Called by `weft.models.parallel`. The collective then moves the operand, and in backward the operand's gradient,
+    in the dtype of autocast.
     """
     dtype = autocast_dtype(operand)
     wanted = None if dtype is None else operands_dtype(CASTS[name], dtype, [operand.dtype])
@@ -110,8 +111,9 @@ def _cast(operand: Any, dtype: torch.dtype) -> Any:
 
 
 class Cast(torch.autograd.Function):
-    """Cast a tensor to another dtype, a DTensor in the same layout. The dual casts the gradient back, in any layout.
+    """Cast a tensor to another dtype, a DTensor in the same layout. Backward casts the gradient back, in any layout.
 
+    Applied by `_cast` to a DTensor, and inside `sharing_casts` to a parameter.
     cast: the local result, if already computed (`sharing_casts`).
     """
 

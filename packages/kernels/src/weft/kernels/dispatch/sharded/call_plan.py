@@ -41,14 +41,14 @@ Specs = dict[tuple[int, torch.dtype], Any]
 
 
 class GradientLayouts(NamedTuple):
-    """The layouts in a backward of an op. Cached by `CallPlan.gradient_layouts`."""
+    """The layouts in a backward of an op. Made and cached by `CallPlan.gradient_layouts`."""
 
     # The layout which each output's gradient is sliced to before backward; None to leave the gradient as given.
     slices: tuple[Layout | None, ...]
     # The layout of each operand's gradient, on the mesh of the computation; None for an operand without a gradient.
     operands: tuple[Layout | None, ...]
     # The layouts of the outputs' gradients after slicing, on the mesh of the op's rule (see `CallPlan._rule_layouts`).
-    # Read inside `exact_sums` alone.
+    # Used inside `exact_sums` alone: the argument `grad_layouts` of `FoldedCall.backward`.
     rule: tuple[Layout | None, ...]
     specs: Specs  # of the operands' gradients, filled by `CallPlan.wrap_gradients`
 
@@ -56,7 +56,7 @@ class GradientLayouts(NamedTuple):
 class CallPlan:
     """How an op runs on operands of given shapes, dtypes and layouts, with given options.
 
-    Found once, and used by all calls with these operands and options.
+    Made once by `find`, and used by all calls with these operands and options.
 
     Operands may be on different meshes, if the finest mesh splits the axes of all further meshes. The op is then
     computed on the finest mesh. Attention with more ranks than key heads is an example: the queries are on the model's
@@ -80,9 +80,10 @@ class CallPlan:
         fine = self._meshes.refine(layouts, self.shapes)
         rank = this_rank()
         self.is_in_mesh = rank in self._meshes.fine  # whether this rank computes
-        # Both None outside `exact_sums`; `folded` also on a rank outside the mesh. Inside `exact_sums`, this rank may
-        # stand for several coordinates of the mesh named by `exact_sums`.
+        # Inside `exact_sums`: for which coordinates of the named mesh each rank stands. None outside.
         self._fold = Fold.of(self._meshes.fine)
+        # Inside `exact_sums`: runs the op for each of this rank's coordinates. None outside, and on a rank outside the
+        # mesh.
         self.folded: FoldedCall | None = None
         # The options of forward and backward from `Sharding.local_options`; empty inside `exact_sums`, and on a rank
         # outside the mesh.
@@ -109,7 +110,8 @@ class CallPlan:
     def find(cls, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> CallPlan:
         """The plan for operands of these shapes, dtypes and layouts, and for these options: from the cache, or made.
 
-        Raises LayoutError as the constructor does.
+        Called for each call of an op on DTensors: by `_run_on_mesh`, and by `TracedOperands.unwrap` while the compiler
+        traces a custom op. Raises LayoutError as the constructor does.
         """
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
@@ -133,7 +135,10 @@ class CallPlan:
         return plan
 
     def gradient_layouts(self, grads: Sequence[DTensor | None]) -> GradientLayouts:
-        """The layouts in a backward with these output gradients. Raises LayoutError if the op's rule refuses these."""
+        """The layouts in a backward with these output gradients. Called by the backward of `ShardedOp` and `FromLocal`.
+
+        Raises LayoutError if the op's rule refuses the gradients' layouts.
+        """
         if is_compiling():
             return self._find_gradient_layouts(grads)
         key = tuple(None if grad is None else dtensor_spec(grad) for grad in grads)
@@ -157,6 +162,7 @@ class CallPlan:
     def operand_gradient_layouts(self, *layouts: Layout | None) -> tuple[Layout | None, ...]:
         """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients.
 
+        Called by `gradient_layouts`, and by `TracedOperands.gradient_layouts` in a custom op under torch.compile.
         Raises LayoutError as the op's rule.
         """
         found = self.sharding.gradient_layouts(*self._rule_layouts(layouts))
@@ -175,7 +181,7 @@ class CallPlan:
         return tuple(None if each is None else self._fold.to_named(each) for each in fine)
 
     def wrap_output(self, i: int, local: Tensor) -> DTensor:
-        """Make the DTensor of output i from this rank's local tensor."""
+        """Make the DTensor of output i from this rank's local tensor. Called at the end of forward."""
         key = i, local.dtype
         spec = self._specs.get(key)
         if spec is not None:
@@ -187,7 +193,7 @@ class CallPlan:
     def wrap_gradient(self, i: int, local: Tensor, layout: Layout) -> Tensor:
         """Make the gradient of operand i, a DTensor or a plain tensor like the operand, from this rank's local tensor.
 
-        layout: of the gradient, on the mesh of the computation.
+        Called by `wrap_gradients` if no spec is cached. layout: of the gradient, on the mesh of the computation.
         Raises LayoutError: for a DTensor as `Meshes.to_operand_mesh`, for a plain operand as `wrap_as_operand`.
         """
         shape, operand_layout = self.shapes[i], self._layouts[i]
@@ -197,8 +203,9 @@ class CallPlan:
         return wrap_as_operand(self.op, local, layout, shape, self.is_plain[i])
 
     def wrap_gradients(self, locals_: Sequence[Tensor | None], layouts: GradientLayouts) -> list[Tensor | None]:
-        """`wrap_gradient` for all operands. None for an operand without a gradient.
+        """`wrap_gradient` for all operands. Called once `ShardedOp` or `ToLocal` has the local gradients in backward.
 
+        locals_: this rank's local gradients. Returns None for an operand without a gradient.
         Also None for a plain operand on a rank outside the mesh: the gradient is empty there, and a plain operand's
         gradient must have the operand's shape.
         """
@@ -221,7 +228,11 @@ class CallPlan:
 
 
 def slice_gradient(grad: DTensor, layout: Layout | None) -> DTensor:
-    """Reshard an output's gradient to `layout`, the result of `find_slice_layout`: each rank slices."""
+    """Reshard an output's gradient to `layout`, the result of `find_slice_layout`: each rank slices.
+
+    Called at the start of the backward of `ShardedOp` and `FromLocal`, and of autograd functions of
+    `weft.models.parallel`. Communication: none.
+    """
     return grad if layout is None else reshard(grad, placements=layout)
 
 
@@ -229,6 +240,7 @@ def slice_gradient(grad: DTensor, layout: Layout | None) -> DTensor:
 def find_slice_layout(layout: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
     """The layout to slice an output's gradient to: sharded as the output on axes where the gradient is replicated.
 
+    Called where a backward receives a gradient, before `slice_gradient`.
     torch's own ops may give a replicated gradient for a sharded output, for example the gradient of a mean.
     layout: of the gradient. output: the output's layout. shape, dtype: of the gradient.
     Returns None to leave the gradient as given: if no axis is to be sliced, if the meshes differ, or if the reshard
@@ -256,6 +268,8 @@ _replicated = lru_cache(maxsize=65536)(Layout)  # a Layout made of a mesh alone 
 def wrap_as_operand(op: Op, local: Tensor, layout: Layout, shape: Sequence[int], is_plain: bool) -> Tensor:
     """Make an operand's gradient from a local tensor: a DTensor of `layout`, or a plain tensor if `is_plain`.
 
+    Called by `CallPlan.wrap_gradient`, and by `TracedOperands.wrap_gradient` in a custom op under torch.compile.
+    layout, shape: of the gradient; the shape is global.
     Raises LayoutError for a plain operand with a gradient that is not replicated.
     """
     if not is_plain:
@@ -290,6 +304,7 @@ class Meshes(NamedTuple):
     def refine(self, layouts: Layouts, shapes: Shapes) -> Layouts:
         """Express layouts of operands, or of outputs' gradients, on the fine mesh. shapes: the tensors' global shapes.
 
+        Called before the op's rule is asked: for forward and for backward.
         Raises LayoutError for uneven shards.
         """
         if self.fine == self.coarse:
@@ -310,10 +325,12 @@ class Meshes(NamedTuple):
     ) -> tuple[Tensor, Layout]:
         """Express an operand's gradient on the operand's own mesh. Returns this rank's local tensor and the layout.
 
+        Called by `CallPlan.wrap_gradient` for a DTensor operand.
         name: of the op. local, layout, shape: of the gradient.
         An axis of the operand's mesh may be split into several axes of the gradient's mesh, some with Partial(sum) and
-        some replicated. The gradient is then Partial(sum) over the operand's axis: ranks at coordinate 0 of the
-        replicated axes contribute the gradient, and all other ranks zeros.
+        some replicated. The operand's mesh cannot express this mixture, and the gradient becomes Partial(sum) over the
+        operand's axis. Each addend must count once: ranks at coordinate 0 of the replicated axes contribute the local
+        tensor, and all further ranks contribute zeros.
         Raises LayoutError if the operand's mesh cannot express the layout.
         """
         if layout.mesh == operand_layout.mesh:

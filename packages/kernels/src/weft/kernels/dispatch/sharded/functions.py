@@ -29,7 +29,11 @@ from .second_derivatives import first_order, make_node_link, refuse_second_deriv
 
 
 class PlainOp(torch.autograd.Function):
-    """Runs an op on plain tensors. Returns the outputs and the link of `make_node_link`, or None."""
+    """Runs an op on plain tensors. Applied by `_run` with grad mode on, for an op with `Op.backward`.
+
+    Returns the outputs, and last the link of `make_node_link`: a saved tensor by which a second derivative raises
+    RuntimeError. None in place of the link where `first_order` needs none, and under torch.compile.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
@@ -68,8 +72,9 @@ class PlainOp(torch.autograd.Function):
 
 
 class ShardedOp(torch.autograd.Function):
-    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and the link of `make_node_link`.
+    """Runs an op on DTensors: unwraps, computes locally, wraps. Applied by `_run_on_mesh` with grad mode on.
 
+    Returns the outputs, and last the link of `make_node_link` or None, as `PlainOp`.
     Ranks outside the mesh use this function also for ops which torch differentiates: the op's forward does not run on
     these ranks, so torch would have no graph to differentiate.
     """
@@ -270,6 +275,7 @@ def _empty_outputs(op: Op, locals_: list[Tensor | None], sharding: Sharding, opt
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     """Run an op with a single output. The output is a DTensor if any operand is, otherwise a plain tensor.
 
+    Called by the public function of the op, in each call.
     A plain tensor next to a DTensor counts as replicated. options: hashable values, except those in `Op.varying`.
     Raises LayoutError for layouts the op's rule cannot take; RuntimeError under torch.jit.trace.
     """
@@ -282,7 +288,7 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-    """`apply`, for an op of several outputs."""
+    """`apply`, for an op which may have several outputs. Returns a tuple, also for a single output."""
     refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
         outputs: tuple[Tensor, ...] = op.compute_outputs(*tensors, **options)
@@ -342,7 +348,10 @@ def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], o
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call an autograd function. Raises RuntimeError under a transform of torch.func: ops support none."""
+    """Call an autograd function. Raises RuntimeError under a transform of torch.func: ops support none.
+
+    Called by `_run` and `_run_on_mesh`, and by `weft.models.parallel` for autograd functions on DTensors.
+    """
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:

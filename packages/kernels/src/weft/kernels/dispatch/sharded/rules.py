@@ -18,18 +18,24 @@ from weft.reshard.extension import process_mesh, this_rank
 from ..arguments import check_tensors
 from ..op import Op
 
-Layouts = tuple[Layout | None, ...]  # of the operands; None for a plain tensor or an operand left out
-Shapes = tuple[tuple[int, ...] | None, ...]
+# Of an op's operands, None for an operand left out; a plain tensor beside DTensors has a replicated layout. Or of the
+# outputs' gradients, None for an output without a gradient.
+Layouts = tuple[Layout | None, ...]
+Shapes = tuple[tuple[int, ...] | None, ...]  # the global shapes of the same tensors; None likewise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A layout rule's answer for given operands: layouts of outputs and gradients, and options which differ by rank."""
+    """A layout rule's answer for given operands: layouts of outputs and gradients, and options which differ by rank.
+
+    Made by `Op.rule` for a `CallPlan`, once for all calls with these layouts, shapes and options.
+    """
 
     #: layout and global shape of the output; of the first output if the op returns a tuple
     output: Layout
     shape: tuple[int, ...]
-    #: (layout of each output's gradient) -> layout of each operand's gradient; None for no gradient
+    #: (layout of each output's gradient) -> layout of each operand's gradient; None for no gradient. Called by
+    #: `CallPlan.operand_gradient_layouts` in backward, and by the compiled linear loss in forward.
     gradient_layouts: Callable[..., tuple[Layout | None, ...]]
     #: (rank, mesh) -> options of forward and backward which depend on the rank, for example the first class of the
     #: vocabulary in the rank's shard of the logits. `CallPlan` keeps the result. Inside `exact_sums`, called for each
@@ -52,7 +58,7 @@ class Sharding:
 
 @lru_cache(maxsize=65536)
 def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, options: tuple[Any, ...]) -> Sharding:
-    """Return the answer of the op's rule, cached.
+    """Return the answer of the op's rule, cached. Called when a `CallPlan` is made.
 
     options: (name, value) pairs, without the `Op.varying` options.
     Raises LayoutError for operands on several meshes, and for layouts the rule cannot take.
@@ -65,8 +71,9 @@ def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, opti
 def infer_gradient_layouts(
     output: Layout, layouts: tuple[Layout | None, ...]
 ) -> Callable[[Layout], tuple[Layout | None, ...]]:
-    """Return `Sharding.gradient_layouts` of an op that each rank computes from its own shards alone.
+    """Return `Sharding.gradient_layouts` of an op which each rank computes from the rank's own shards alone.
 
+    Called by rules, for example the rules of norms, gates, rope and attention.
     output: the output's layout. layouts: of the operands; None for an operand left out, which has no gradient.
     The layout of an operand's gradient is the result of `weft.mesh.infer.gradient`.
     """
@@ -79,12 +86,13 @@ def infer_gradient_layouts(
 def require_one_layout(
     name: str, gradient_layouts: Callable[[Layout], tuple[Layout | None, ...]], num_shared: int
 ) -> Callable[..., tuple[Layout | None, ...]]:
-    """Return `Sharding.gradient_layouts` of an op of several outputs, whose gradients must all have one layout.
+    """Return `Sharding.gradient_layouts` of an op of several outputs, whose gradients must all have the same layout.
 
+    Called by the rules of `add_rms_norm` and `add_layer_norm`, with the outputs (sum, norm).
     name: of the op.
     gradient_layouts: (the common layout) -> layout of each operand's gradient.
-    num_shared: the first `num_shared` operands contribute to every output. The further operands contribute to the
-        last output alone, as the weight of `add_rms_norm` does: they have no gradient if the last output has none.
+    num_shared: the first `num_shared` operands contribute to every output, as x and residual do. The further operands,
+        weight and bias, contribute to the last output alone, and have no gradient if the last output has none.
     The returned function raises LayoutError if the layouts differ.
     """
 
@@ -104,6 +112,7 @@ def require_one_layout(
 def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int) -> None:
     """Raise LayoutError if a shard of the last dim, heads * head_dim, would have a part of a head.
 
+    Called by the layout rules of `attention`, of `rms_norm` with head_dim, and of ops that rotate heads, as `rope`.
     name: of the op. shape: the global shape.
     """
     axes = layout.shard_order.get(len(shape) - 1, ())
