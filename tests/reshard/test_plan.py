@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,8 @@ def test_plans_are_values_found_again():
     again = plan(Layout(ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]), "dp: S(0)"), dst, torch.Size((8, 8)), F32)
     assert again is first
     assert pickle.loads(pickle.dumps(first)) == first
+    assert hash(first) and first.layouts
+    assert pickle.dumps(first) == pickle.dumps(replace(first))  # a hash is another in each process
     assert isinstance(first, Plan)
     assert plan(src, dst, [8, 8], torch.bfloat16) != first
     with pytest.raises(AttributeError):

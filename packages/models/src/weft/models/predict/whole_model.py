@@ -10,9 +10,7 @@ from .events import Compute, Event, Segment, Start, Wait
 from .observer import ModelPart, Placed
 
 
-def of_whole_model(
-    placed: Sequence[Placed], held: Mapping[ModelPart, int], *, by_part: bool
-) -> list[Placed]:
+def of_whole_model(placed: Sequence[Placed], held: Mapping[ModelPart, int], *, by_part: bool) -> list[Placed]:
     """The events of a run of few blocks, with work on all parameters at once scaled to the whole model's bytes.
 
     Scaled are the norm of gradients, and the sum of all gradients at once, as in a small model, which sums without

@@ -10,7 +10,6 @@ import base64
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +34,7 @@ def add_plan_node(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """
     if all(isinstance(step, Local) for step in plan.steps):
         return start_plan(plan, local, mesh)
-    return Pending.finished(_reshard(local, _text(replace(plan)), this_rank()))
+    return Pending.finished(_reshard(local, _text(plan), this_rank()))
 
 
 def add_start_node(plan: Plan, local: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def add_start_node(plan: Plan, local: Tensor) -> Tensor:
 
     Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
     """
-    number: Tensor = _begin(local, _text(replace(plan)), this_rank())
+    number: Tensor = _begin(local, _text(plan), this_rank())
     return number
 
 

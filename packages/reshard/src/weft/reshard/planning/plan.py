@@ -50,6 +50,10 @@ class Plan:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: the cached hash differs between processes."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.src, self.dst, self.shape, self.dtype, self.steps, self.topology))
