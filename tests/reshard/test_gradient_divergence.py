@@ -164,7 +164,7 @@ def large_buckets() -> None:
 
 def test_eight_buckets_are_under_way_at_most() -> None:
     """A wait in backward stops the device: a decoder block's seven matrices are summed beside the next block."""
-    under_way, most = set[int](), 0
+    numbers, under_way, most = list[int](), set[int](), 0
     with recording(DATA, 0) as recorded, torch.device("meta"):
         model = Weights(DATA, [50] * 20)
         sync = GradientSync(model, bucket_bytes=1)
@@ -177,7 +177,6 @@ def test_eight_buckets_are_under_way_at_most() -> None:
             most = max(most, len(under_way))
             return lambda: under_way.remove(number)
 
-        numbers = list[int]()
         recorded.listener = listen
         rows = Layout(DATA, "dp: S(0)")
         inputs = [distribute(torch.empty(ROWS, 2, 50, dtype=torch.float64), rows) for _ in range(40)]

@@ -229,8 +229,8 @@ def report_bad_input(command: str) -> Iterator[None]:
     """Context that reports unusable input (a ValueError) in one line and exits with status 2.
 
     Further exceptions keep the traceback.
-    Of a launcher's processes, rank 0 prints the line. Higher ranks wait for the launcher to end every process. A rank
-    still running after SILENT_SECONDS has an error of its own, and prints its line.
+    Of a launcher's processes, rank 0 prints the line. Higher ranks wait for the launcher to end every process. A higher
+    rank that still runs after SILENT_SECONDS has a different error, and prints a line.
     """
     try:
         yield

@@ -48,8 +48,8 @@ class DataWork:
         A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
         blocks may hide all collectives in the passes.
         """
-        gathers = self.gathers if gathers_first else 0.0
         if candidate.pp > 1:
+            gathers = self.gathers if gathers_first else 0.0
             of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
             # Of the rank with the most blocks, whose sums of all microbatches are in turn.
             sums = candidate.microbatches * self.in_backward * -(-num_blocks // candidate.pp)

@@ -70,9 +70,9 @@ class Found(Generic[C]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """How many candidates a search refused, cut, priced and left. These four add up to `enumerated`.
+    """The numbers of candidates refused, cut, priced and left in a search. The four numbers add up to `enumerated`.
 
-    A complete search has proved the results: no unpriced candidate can be among them, by a lower bound of its seconds.
+    A complete search has proved the results: by a lower bound of the seconds, no unpriced candidate is a result.
     The members of a family that is cut off as a whole are not listed: impossible candidates among them count as cut.
     """
 
@@ -179,7 +179,10 @@ def search(
         return runs_of_stages[stage](candidate)
 
     def first_runs(stage: int, candidate: Any) -> Sequence[Any]:
-        """What the candidate needs first, from this stage up to the last bound. Bounds spare most prices."""
+        """What the candidate needs first: for the bounds from this stage on, or at a later stage for that stage alone.
+
+        A candidate that lacks a bound needs nothing for the price: bounds spare most prices.
+        """
         if stage < 0 or stage >= len(bounds):
             return needs(stage, candidate)
         stages = runs_of_stages[stage : len(bounds)]

@@ -150,7 +150,7 @@ class ProbedCriterion:
         """The criterion's loss times `share`.
 
         Where the share is 0, every target is ignored, and the loss may be NaN. The result is then 0 times the loss with
-        all targets set to `Shares.label`, so that backward runs as on other ranks.
+        all targets set to `Shares.label`: backward runs on every rank.
         """
         if share:
             return self._criterion(output, target) * share

@@ -112,8 +112,8 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     layout: Layout | None  # None if unsharded, on a single process
-    # Coordinate on "pp" of the parameter's ranks. None without a pipeline, and in `weft explain`, whose
-    # table is of a single stage.
+    # Coordinate on "pp" of the parameter's ranks. None without a pipeline, and in `weft explain`, whose table is of a
+    # single stage.
     stage_rank: int | None = None
 
 

@@ -79,8 +79,8 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
     With zero=1 and 2 the block's forward passes then share a gather. Without the promise each forward pass gathers the
     sharded parameters, because the program may have changed a parameter. With zero=3 no full copies are kept, so each
-    pass gathers inside the block as well. Used by weft.models' generation and Trainer. All
-    ranks enter and leave together. Communication: none.
+    pass gathers inside the block as well. Used by weft.models' generation and Trainer. All ranks enter and leave
+    together. Communication: none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """

@@ -49,8 +49,8 @@ class GradientSync:
     Gradients of several backward passes before `wait()` are added. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
-    shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis shards the first local dim that the axis's size divides, else dim 0. None: over no axis.
+    shard_over: axis or axes along which gradients of replicated parameters are reduce-scattered; None: all-reduced. The
+        first local dim that the axis's size divides is sharded, else dim 0. A scalar stays whole.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks; None: their own. The result has the parameter's dtype.
 

@@ -308,8 +308,8 @@ class GradPlaceholder(Tensor):
     """A placeholder with the gradient's shape, dtype and device, but no memory. Any op raises RuntimeError.
 
     Made by `Leaf.put_placeholder`. The error tells the user to call `sync.wait()`.
-    With None in `.grad` instead, an update by hand would skip the
-    parameter, torch's `clip_grad_norm_` would find a norm of 0, and a GradScaler would find nothing to unscale.
+    With None in `.grad` instead, an update by hand would skip the parameter, torch's `clip_grad_norm_` would find a
+    norm of 0, and a GradScaler would find nothing to unscale.
     """
 
     parameter_name: str

@@ -52,8 +52,8 @@ class _GroupCollective:
 class VocabGather(_GroupCollective):
     """The gather of statistics over the axes that shard the vocabulary: one all-gather for each group.
 
-    Called with this rank's statistics, starts the gather; returns a function that waits for the statistics of
-    all ranks, and returns these statistics.
+    Called with this rank's statistics, starts the gather. Returns a function, which waits for the gather and returns
+    the statistics of all ranks.
     """
 
     @classmethod
