@@ -28,7 +28,7 @@ from benchmarks.record import keep_rows
 from benchmarks.steps_here import time_steps
 from tests.support.pool import Pool
 
-ROUNDS = 5  # turns of each plan's steps
+ROUNDS = 15  # turns of each plan's steps
 WITHIN = 0.15  # of the measured time, each
 LEAST_TAU = 0.8
 LONGEST = 900.0  # seconds for all steps

@@ -22,13 +22,6 @@ from benchmarks.record import keep_rows
 
 MEAN, MOST = 0.08, 0.20  # of the errors of seconds
 MEMORY = 0.08  # of the error of a row's memory
-# Rows whose memory is further off than that.
-MEMORY_IS_OPEN = {
-    # 82.5 GiB. The row cp1-32k has 75.3 GiB: the same stages with as many tokens, in rows of 32,768 instead of 8,192.
-    "torchtitan-405b-512-1f1b": "what four rows of a microbatch keep that one row of as many tokens does not",
-    # 84.9 GiB, 7.8 more than the ring of 4; of the 8B model, a ring of 8 has 0.5 GiB more than a ring of 4.
-    "torchtitan-405b-512-cp8-256k": "what the ring of 8 keeps under a pipeline, and not without one",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +95,7 @@ def test_memory_is_predicted(held_out: bool, tell: Tell) -> None:
     found = predicted("memory", held_out)
     for each in found:
         tell(f"{each.row}, memory", "Weft", "count", predicted_bytes=each.predicted, reported_bytes=each.reported)
-    assert mean_error(found) <= MEMORY
-    assert {each.row for each in found if each.error > MEMORY} <= MEMORY_IS_OPEN.keys()
+    assert all(each.error <= MEMORY for each in found)
 
 
 def test_activations_are_predicted() -> None:

@@ -110,8 +110,9 @@ def counted_peak(case: Case) -> int:
     """The most bytes that torch's allocator has given out at once in the second step, all of the model included.
 
     torch's profiler sees the allocator's calls by this thread alone. A thread of gloo that is the last to let go of a
-    tensor frees unseen, and the tensor counts for ever: then bytes are left after the model is gone, and the count is
-    taken again, up to `COUNTS` times. A missed free only adds, so the least count is returned.
+    tensor frees unseen, and the tensor counts until the memory is given out again. If that is never, bytes are left
+    after the model is gone, and the count is taken again, up to `COUNTS` times. A missed free only adds, so the least
+    count is returned.
     Communication: the step's, and an all-reduce, by which all ranks count again or none.
     """
     counts: list[int] = []
@@ -136,7 +137,7 @@ def _count(case: Case) -> tuple[int, int]:
                 step()
         del step
         gc.collect()
-    changes, begin, end = [], 0, 0
+    changes, begin, end = list[tuple[int, int, int]](), 0, 0
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -144,13 +145,19 @@ def _count(case: Case) -> tuple[int, int]:
         if event.name == MEASURED_STEP:
             begin, end = event.start_time_ns, event.end_time_ns
         if event.name == "[memory]":
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    held = most = 0
-    for at, nbytes in sorted(changes, key=lambda change: change[0]):
-        held += nbytes
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    held: dict[int, int] = {}  # address -> bytes
+    most = 0
+    for at, address, nbytes in sorted(changes, key=lambda change: change[0]):
+        if nbytes < 0:
+            held.pop(address, None)
+            continue
+        for other in [each for each in held if each < address + nbytes and address < each + held[each]]:
+            del held[other]  # freed unseen
+        held[address] = nbytes
         if begin <= at <= end:
-            most = max(most, held)
-    return most, held
+            most = max(most, sum(held.values()))
+    return most, sum(held.values())
 
 
 def resident_peak(case: Case) -> int:

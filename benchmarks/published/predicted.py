@@ -89,6 +89,8 @@ def memory_gib(row: Row) -> float:
     for peak in peaks:
         # Parameters, their gradients and states are in float32.
         held = peak.nbytes + peak.parameters + peak.states + peak.gradients - dropped
+        if stack.gradients_apart:
+            held += max(0, 2 * (peak.parameters - peak.gradients))
         if not row.schedule:  # FSDP2's root group, embedding and head, stays gathered
             tables = 2 * BFLOAT16 * row.model.vocab_size * row.model.hidden_size // row.axis("tp")
             held += max(0, tables - peak.gathered)

@@ -43,6 +43,7 @@ class Stack:
     saved_scores: float = 0.0
     regathers: bool = False
     logit_memory: float | None = None
+    gradients_apart: bool = False
     reserved: float = 1.0
     stage_gradients: float = 0.0
 

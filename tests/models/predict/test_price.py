@@ -68,6 +68,12 @@ def test_measured_rates_and_products_decide() -> None:
     assert seconds_of(product(), replace(TOY, products=(measured,))) == pytest.approx(3.0)
     collectives = {"all-gather": Rate(seconds=0.5, seconds_per_byte=1e-9)}
     assert collective_seconds(start(0, nbytes=10**9), replace(TOY, collectives=collectives)) == pytest.approx(1.5)
+    # Gradients may be summed another way than all further tensors.
+    collectives = {"all-reduce": Rate(seconds=3.0), "all-reduce of gradients": Rate(seconds=2.0)}
+    summed = replace(start(0, nbytes=10**9), kind="all-reduce")
+    for purpose, expected in (("gradients", 2.0), ("", 3.0)):
+        event = replace(summed, purpose=purpose)
+        assert collective_seconds(event, replace(TOY, collectives=collectives)) == pytest.approx(expected)
     rate = Rate(seconds=1.0, seconds_per_byte=1e-6)
     chip = replace(TOY, ops={"rms_norm.forward": rate})
     assert seconds_of(memory(nbytes=10**6), chip) == pytest.approx(2.0)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard import Topology, distribute, reshard
+from weft.reshard import GradientSync, Topology, distribute, reshard
 
 from .chip import Level, Rate
 from .fitting import fit_line
@@ -20,6 +20,8 @@ from .rounds import FEWEST, MOST
 AXIS = "ranks"
 ELEMENTS = tuple(2**k for k in (6, 10, 14, 17, 20, 22))  # of a tensor in float32
 PRODUCT = 512  # rows and columns of the product computed beside a collective
+GRADIENTS = "all-reduce of gradients"  # on a CPU in memory that processes share, and so faster than an all-reduce
+COPY = "copy"  # into a bucket: a part of the sum of gradients that a trace has as an op
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ def measure_links(device: torch.device, seconds: float) -> MeasuredLinks:
     """Measure the level of this machine's links, and the rate of each kind of collective by a rank's received bytes.
 
     On a CPU, the calling thread first works for a collective, and can run no op: `collective_host_seconds`, equal for
-    all kinds. The rates in `collectives` are of the time after this work.
+    all kinds. The rates in `collectives` are of the time after this work. All-reduced gradients have a rate of their
+    own on a CPU, which `transfer` prefers.
     seconds: how long to measure, roughly. The results are equal on all ranks, because the slowest rank counts. A world
     of a single rank has links without cost.
     Communication: called by all ranks of the world together.
@@ -48,12 +51,18 @@ def measure_links(device: torch.device, seconds: float) -> MeasuredLinks:
     for count in ELEMENTS:
         calls += _calls(mesh, torch.zeros(ranks * max(1, count // ranks), device=device))
     times, in_thread = _timed([call for *_, call in calls], seconds / 2, device)
-    kinds = list(dict.fromkeys(kind for kind, *_ in calls))
-    shortest = [next(each for (name, *_), each in zip(calls, in_thread, strict=True) if name == kind) for kind in kinds]
-    host = statistics.median(shortest) if device.type == "cpu" else 0.0
+    of_kinds: dict[str, list[tuple[int, float]]] = {}  # received bytes and seconds of each call
+    shortest: dict[str, float] = {}  # the thread's seconds in the call of the fewest bytes
+    for (kind, nbytes, _), whole, of_thread in zip(calls, times, in_thread, strict=True):
+        of_kinds.setdefault(kind, []).append((nbytes, whole))
+        shortest.setdefault(kind, of_thread)
+    if copies := of_kinds.pop(COPY, None):
+        sums = zip(of_kinds[GRADIENTS], copies, strict=True)
+        of_kinds[GRADIENTS] = [(nbytes, max(0.0, whole - copy)) for (nbytes, whole), (_, copy) in sums]
+    own = [shortest[kind] for kind in of_kinds if kind != GRADIENTS]
+    host = statistics.median(own) if device.type == "cpu" else 0.0
     found: dict[str, Rate] = {}
-    for kind in kinds:
-        of_kind = [(nbytes, each) for (name, nbytes, _), each in zip(calls, times, strict=True) if name == kind]
+    for kind, of_kind in of_kinds.items():
         line = fit_line([nbytes for nbytes, _ in of_kind], [each for _, each in of_kind])
         found[kind] = replace(line, seconds=max(0.0, line.seconds - host))
     link = Topology.measure(mesh, device.type).link(AXIS)
@@ -68,13 +77,22 @@ def measure_links(device: torch.device, seconds: float) -> MeasuredLinks:
 
 
 def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
-    """(kind, a rank's received bytes, the call) of each kind of collective on `whole`, a tensor of a single dim."""
+    """(kind, a rank's received bytes, the call) of each kind of collective on `whole`, a tensor of a single dim.
+
+    The kind `COPY`, on a CPU, is the copy into a bucket that the sum of gradients begins with.
+    """
     ranks, nbytes = mesh.size, whole.nbytes
     layouts = {name: Layout(mesh, f"{AXIS}: {name}") for name in ("R", "S(0)", "P(sum)")}
     sharded, summed = (distribute(whole, layouts[name]) for name in ("S(0)", "P(sum)"))
     square = distribute(whole.view(ranks, -1), layouts["S(0)"])
     across = Layout(mesh, f"{AXIS}: S(1)")
     rank = dist.get_rank()
+    trained = nn.ParameterList([nn.Parameter(distribute(whole, layouts["R"]))])
+    sync = GradientSync(trained)
+
+    def sum_gradients() -> None:
+        trained[0].grad = summed
+        sync.wait()
 
     def message() -> None:
         if rank == 0:
@@ -83,13 +101,19 @@ def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[]
             dist.recv(whole, 0)
 
     received = nbytes * (ranks - 1) // ranks
-    return [
+    calls: list[tuple[str, int, Callable[[], object]]] = [
         ("all-gather", received, lambda: reshard(sharded, layouts["R"]).to_local()),
         ("reduce-scatter", received, lambda: reshard(summed, layouts["S(0)"]).to_local()),
         ("all-reduce", 2 * received, lambda: reshard(summed, layouts["R"]).to_local()),
         ("all-to-all", received // ranks, lambda: reshard(square, across).to_local()),
         ("recv", nbytes, message),
     ]
+    if whole.is_cpu:
+        calls += [
+            (GRADIENTS, 2 * received, sum_gradients),
+            (COPY, 2 * received, lambda: torch.cat([whole])),
+        ]
+    return calls
 
 
 def _timed(calls: list[Callable[[], object]], seconds: float, device: torch.device) -> tuple[list[float], list[float]]:

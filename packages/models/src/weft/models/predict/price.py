@@ -140,6 +140,7 @@ def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) ->
 def transfer(start: Start, chip: Chip, *, world: int | None = None) -> CollectivePrice:
     """The price of a collective, from a rank's received bytes, by the chip's measured rate of the kind or as follows.
 
+    A measured rate of a purpose, as of "all-reduce of gradients", counts before the rate of the kind.
     The group uses the levels of `chip.levels_of`. world: as for `Chip.levels_of`.
     Bandwidth: a ring passes each byte over every rank's inner link; over an outer link, a node's members use all their
     adapters at once. The slowest level counts. In an all-to-all each rank receives directly from every member, by the
@@ -151,7 +152,7 @@ def transfer(start: Start, chip: Chip, *, world: int | None = None) -> Collectiv
     if start.size <= 1 or start.kind == "send":
         return CollectivePrice(0.0, None)
     levels = chip.levels_of(start.size, start.stride, world=world)
-    measured = chip.collectives.get(start.kind)
+    measured = chip.collectives.get(f"{start.kind} of {start.purpose}", chip.collectives.get(start.kind))
     if measured is not None:
         return CollectivePrice(measured.time(start.nbytes), levels[-1][0])
     if start.kind in ("recv", "send-recv"):
