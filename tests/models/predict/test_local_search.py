@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -124,6 +125,19 @@ def test_plans_that_exceed_the_memory_are_left_out() -> None:
     assert peaks == sorted(peaks, reverse=True)
     found, _ = found_by(workload, space, peaks[1])
     assert kinds[0] not in found and kinds[1] in found
+
+
+def test_a_start_too_large_for_the_memory_takes_more_microbatches() -> None:
+    """Else nothing would be found: all rows at once exceed the memory even with full recomputation."""
+    workload = replace(workload_of(EXPERTS), rows=64)
+    fixed = {"dp": 2, "tp": 1, "ep": 2, "zero": 3, "recompute": "full"}
+    space = space_of(workload, 2, fixed)
+    at_once, in_four = (Candidate(dp=2, ep=2, zero=3, recompute="full", microbatches=count) for count in (1, 4))
+    _, prices = found_by(workload, space, 80 * GIB, lambda: True)
+    limit = (prices.memory.peak(at_once) + prices.memory.peak(in_four)) // 2
+    asked = count()
+    found, prices = found_by(workload, space, limit, lambda: next(asked) > 6)
+    assert any(prices.fits(each) for each in found)
 
 
 @pytest.mark.parametrize("candidate", PLANS, ids=str)

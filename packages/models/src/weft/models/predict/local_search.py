@@ -26,22 +26,21 @@ def local_search(
 
     Only plans faster than all plans priced before are checked for memory.
     check: raises ValueError for a plan that the model refuses. is_over: whether to end, asked before each price.
-    A start recomputes as little as the memory allows. The search climbs at once from a start faster than every plan
-    before, and from slower starts at the end.
+    A start has as few microbatches, and recomputes as little, as the memory allows. The search climbs at once from a
+    start faster than every plan before, and from slower starts at the end.
     """
     search = _LocalSearch(space=space, check=check, prices=prices, runs=runs, is_over=is_over)
     slower = dict[Candidate, float]()  # starts slower than an earlier start, with their seconds
     starts = sorted(search.starts(), key=lambda each: (prices.eager_bound(each), each.complexity))
     for start in starts:
-        kinds = [each for each in (replace(start, recompute=kind) for kind in RECOMPUTES) if each in space]
-        for each in kinds:
-            seconds = search.seconds_of(each, ahead=[*kinds, *starts])
-            if seconds == search.best < math.inf:
-                search.climb(each)
-            elif seconds < math.inf:
-                slower[each] = seconds
-            if seconds < math.inf:
-                break
+        fitting = search.first_fit(start, ahead=starts)
+        if fitting is None:
+            continue
+        seconds = search.seconds[fitting]
+        if seconds == search.best:
+            search.climb(fitting)
+        else:
+            slower[fitting] = seconds
     for start in sorted(slower, key=lambda each: (slower[each], each.complexity)):
         search.climb(start)
     return [each for each, seconds in search.seconds.items() if seconds < math.inf]
@@ -57,6 +56,7 @@ class _LocalSearch:
     # By plan tried. math.inf: the plan cannot run, is too large, or has a bound above the best plan's seconds.
     seconds: dict[Candidate, float] = field(default_factory=dict)
     best: float = math.inf  # seconds of the fastest plan that fits
+    too_large: set[Candidate] = field(default_factory=set)  # the plans found to exceed the memory
 
     def starts(self) -> Iterator[Candidate]:
         """A plan for each pair of sizes of "pp" and "tp". Unless fixed, "tp" is at most a node.
@@ -83,6 +83,31 @@ class _LocalSearch:
             start = replace(start, **self.space.fixed)
             if self._is_possible(start) and self.prices.weights_bound(start) < math.inf:
                 yield start
+
+    def first_fit(self, start: Candidate, *, ahead: Sequence[Candidate]) -> Candidate | None:
+        """The plan to start from: the start with as few microbatches, and as little recomputed, as the memory allows.
+
+        With full recomputation a plan takes the least memory: if too large still, the next plan has four times the
+        microbatches. None where no plan fits, or each takes longer than the best plan. ahead: as for `seconds_of`.
+        """
+        for count in self._counts(start):
+            plans = (replace(start, microbatches=count, recompute=kind) for kind in RECOMPUTES)
+            kinds = [each for each in plans if each in self.space]
+            for each in dict.fromkeys([*kinds[:1], *kinds[-1:]]):
+                if self.seconds_of(each, ahead=[*kinds, *ahead]) < math.inf or each not in self.too_large:
+                    break
+            else:
+                continue
+            return next((each for each in kinds if self.seconds_of(each, ahead=ahead) < math.inf), None)
+        return None
+
+    def _counts(self, start: Candidate) -> Iterator[int]:
+        """The numbers of microbatches to try: of the start, and while a rank has more rows than one, four times more."""
+        most, count = self.space.rows // start.dp, start.microbatches
+        while count < most and "microbatches" not in self.space.fixed:
+            yield count
+            count *= 4
+        yield max(start.microbatches, min(count, most))
 
     def climb(self, candidate: Candidate) -> None:
         """Go on to the first neighbor with fewer seconds, until there is none."""
@@ -116,6 +141,7 @@ class _LocalSearch:
         if seconds < self.best:
             self.runs.prepare(prices.fit_runs(candidate), self._runs_of(ahead))
             if not prices.fits(candidate):
+                self.too_large.add(candidate)
                 return math.inf
             self.best = seconds
         return seconds
