@@ -102,7 +102,7 @@ class _LocalSearch:
         return None
 
     def _counts(self, start: Candidate) -> Iterator[int]:
-        """The numbers of microbatches to try: of the start, and while a rank has more rows than one, four times more."""
+        """The numbers of microbatches to try: the start's, then four times as many while ranks have several rows."""
         most, count = self.space.rows // start.dp, start.microbatches
         while count < most and "microbatches" not in self.space.fixed:
             yield count
