@@ -6,14 +6,21 @@ import json
 import os
 import re
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from weft.models.cli import main
+from weft.models.cli.explain import ABOUT, complete_configuration
+from weft.models.cli.prediction import plan_command
+from weft.models.cli.settings import base_of, read_configuration
 from weft.models.predict import forks
+from weft.models.predict.plans import Candidate
+from weft.models.train.config import MeshConfig, PlanConfig
 from weft.models.train.explanation import Outline
 
 _VALUES: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -120,6 +127,17 @@ def test_a_plan_that_does_not_fit_says_what_fits(capsys: pytest.CaptureFixture[s
     assert not found["fits"] and found["memory_bytes"] > found["memory_limit_bytes"]
     assert all(each["memory_bytes"] <= found["memory_limit_bytes"] for each in found["changes"])
     assert found["changes"]
+
+
+@pytest.mark.parametrize("options", [[], ["--compile", "--optimizer.name", "muon", "--data.path", "my text.txt"]])
+def test_the_command_of_the_search_is_of_the_same_run(options: list[str]) -> None:
+    name, config = read_configuration(["llama3-8b", *options], None, command="explain", about=ABOUT)
+    config, _ = complete_configuration(name, config, "16,4096")
+    run: Any = SimpleNamespace(config=replace(config, mesh=MeshConfig(), plan=PlanConfig()), candidate=Candidate(dp=8))
+    command = shlex.split(plan_command(run, "my chip.toml", name, base_of(name, config)))
+    assert command[:7] == ["weft", "plan", "llama3-8b", "--processes", "8", "--chip", "my chip.toml"]
+    name, found = read_configuration(["llama3-8b", *command[7:]], None, command="plan", about=ABOUT)
+    assert replace(found, mesh=config.mesh, plan=config.plan) == config
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import OwnOptions, batch_sizes, report_bad_input
 from .earlier_runs import command_of, describe_ranks
-from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
+from .settings import base_of, read_configuration, with_complete_plan
 
 ABOUT = f"""\
   Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"--rank {own_options.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}"
             )
-        _print_step(own_options, title_of(name, config), config, axes, chip)
+        _print_step(own_options, name, config, axes, chip)
         if own_options.save is not None:
             _save(own_options, run_arguments, config, axes)
     return 0
@@ -95,13 +95,17 @@ def _read_chip(options: argparse.Namespace) -> Chip | None:
 
 
 def _print_step(
-    options: argparse.Namespace, title: str, config: TrainConfig, axes: dict[str, int], chip: Chip | None
+    options: argparse.Namespace, name: str | None, config: TrainConfig, axes: dict[str, int], chip: Chip | None
 ) -> None:
-    """Print the step and the prediction of --chip, and write the timeline of --timeline. chip: None without --chip."""
+    """Print the step and the prediction of --chip, and write the timeline of --timeline.
+
+    name: of the recipe; None without. chip: None without --chip.
+    """
     from ..predict.forks import Forks, count_cores  # imported here because torch takes seconds
     from ..train.explained_step import ExplainedStep
-    from .prediction import Predictor, as_values, lines_of, write_timeline
+    from .prediction import Predictor, as_values, lines_of, plan_command, write_timeline
 
+    title = title_of(name, config)
     step = None if options.json else ExplainedStep(config, axes, options.rank)
     predictor = None if chip is None else Predictor(config, axes, chip)
     runs = () if step is None else step.runs
@@ -117,7 +121,7 @@ def _print_step(
         if options.json:
             print(json.dumps(as_values(found), indent=2))
         else:
-            for line in lines_of(found):
+            for line in lines_of(found, plan_command(found, options.chip, name, base_of(name, config))):
                 print(line, flush=True)
         if options.timeline is not None:
             write_timeline(found, options.timeline, title)
@@ -170,8 +174,7 @@ def complete_configuration(
     data-parallel rank and microbatch where the user chose no size. Called by explain and check.
     Raises ValueError for a run that cannot start.
     """
-    model = config.model if config.model_class is not None else None
-    base = base_configuration(name, origin_of(config), model, config.task)  # to see whether the batch size was changed
+    base = base_of(name, config)  # to see whether the batch size was changed
     mesh = config.mesh
     dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), every_process=False)
     config = replace(config, mesh=replace(mesh, dp=dp, cp=cp, tp=tp))

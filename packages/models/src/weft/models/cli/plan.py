@@ -14,7 +14,7 @@ from ..predict.plans import Space
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, PlanConfig, TrainConfig
 from .arguments import OwnOptions, batch_sizes, report_bad_input
-from .settings import base_configuration, origin_of, read_configuration
+from .settings import base_of, read_configuration
 
 WITHIN = 90  # seconds; pricing the last plans takes up to half a minute more on two cores
 ABOUT = f"""\
@@ -66,8 +66,7 @@ def run(arguments: list[str]) -> int:
     with report_bad_input("plan"):
         own, train_arguments = _own_options().parse_known_args(arguments)
         name, config = read_configuration(train_arguments, own.config, command="plan", about=ABOUT)
-        user_model = config.model if config.model_class is not None else None
-        base = base_configuration(name, origin_of(config), user_model, config.task)
+        base = base_of(name, config)
         processes, within = _read_processes(own.processes), _read_seconds(own.within)
         chip, memory = _read_chip(own.chip), None if own.memory is None else read_bytes(own.memory)
         fixed = _find_fixed(train_arguments, config)

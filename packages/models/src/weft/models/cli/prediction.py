@@ -106,8 +106,23 @@ class Predictor:
         return [*peak, *prices.price_runs(candidate), *prices.even_runs([candidate.recompute])]
 
 
-def lines_of(found: Prediction) -> Iterator[str]:
-    """The prediction as lines of text. Calls `find_changed_plans`."""
+def plan_command(found: Prediction, chip: str, name: str | None, base: TrainConfig) -> str:
+    """The `weft plan` command that searches all plans for the run.
+
+    chip: as given by --chip. name: of the recipe; None without. base: the recipe's configuration, from which the run
+    differs by options.
+    """
+    own = [*([] if name is None else [name]), "--processes", str(found.candidate.processes), "--chip", chip]
+    chosen = replace(found.config, mesh=base.mesh, plan=base.plan, output=base.output, resume=base.resume)
+    try:
+        options = options_between(chosen, base, "")
+    except NoOption:  # no option sets a value of the model; only a file can
+        options = ["--config", "FILE"]
+    return shlex.join([PROGRAM, "plan", *own, *options])
+
+
+def lines_of(found: Prediction, search_all: str) -> Iterator[str]:
+    """The prediction as lines of text. search_all: of `plan_command`. Calls `find_changed_plans`."""
     estimate, count = found.estimate, found.candidate.processes
     yield (
         f"on {count:,} x {found.chip.name}, predicted: {estimate.seconds:.4g} s a step, "
@@ -120,22 +135,19 @@ def lines_of(found: Prediction) -> Iterator[str]:
     room = found.limit - found.memory_bytes
     verdict = f"{gib(room)} are free" if room >= 0 else f"does not fit: {gib(-room)} too much"
     yield f"memory of the fullest rank: {gib(found.memory_bytes)} of {gib(found.limit)}; {verdict}"
-    yield from _lines_of_changes(found)
+    yield from _lines_of_changes(found, search_all)
 
 
-def _lines_of_changes(found: Prediction) -> Iterator[str]:
+def _lines_of_changes(found: Prediction, search_all: str) -> Iterator[str]:
     changes, fits = found.find_changed_plans(), found.memory_bytes <= found.limit
-    count = found.candidate.processes
     if changes:
         yield "change first" if fits else "changes that fit"
     for number, each in enumerate(changes, 1):
         faster = each.seconds / found.estimate.seconds - 1
         yield f"  {number}  {_options(found, each)}: {each.seconds:.4g} s ({faster:+.1%}), {gib(each.memory_bytes)}"
     if not changes:
-        yield (
-            f"{'no single change of the plan tried is faster' if fits else 'no single change tried fits'}; search all: "
-            f"{PROGRAM} plan --processes {count} --chip {found.chip.name}"
-        )
+        tried = "no single change of the plan tried is faster" if fits else "no single change tried fits"
+        yield f"{tried}; search all: {search_all}"
 
 
 def as_values(found: Prediction) -> dict[str, Any]:

@@ -135,6 +135,12 @@ def base_configuration(
     return replace(base, model=model, data=replace(base.data, sequence_length=length))
 
 
+def base_of(name: str | None, config: TrainConfig) -> TrainConfig:
+    """`base_configuration` of a complete configuration. name: of the recipe; None without."""
+    model = config.model if config.model_class is not None else None
+    return base_configuration(name, origin_of(config), model, config.task)
+
+
 def origin_of(config: TrainConfig) -> Path | None:
     """The folder with the config, weights and tokenizer that a run with --from begins with; None without --from.
 

@@ -28,7 +28,7 @@ from ..train.toml import as_toml
 from .arguments import OwnOptions, is_printing_rank, report_bad_input
 from .compare import check_run_folder
 from .earlier_runs import plan_replay
-from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
+from .settings import NEWEST, base_of, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
   Trains a model on a text, whose bytes are the tokens, or on prepared tokens; with --task, on conversations or \
@@ -126,7 +126,7 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """
     name, config = read_configuration(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
-    base = base_configuration(name, origin, config.model if config.model_class is not None else None, config.task)
+    base = base_of(name, config)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)

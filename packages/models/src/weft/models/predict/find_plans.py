@@ -84,7 +84,7 @@ def find_plans(
     chip: a name, a file of `weft measure`, or a `Chip`. batch: (rows, tokens in a row) of a step over all ranks.
     memory: bytes for a rank; None for the chip's.
     dtype: of the layers' computation, by autocast. compiled: whether blocks are compiled.
-    keep: the number of results. within: seconds after which no further plan is priced; see `Certificate.left`.
+    keep: the number of results. within: seconds after which the search ends; see `within` of `search`.
     workers: processes forked from this one, which run steps on shapes; 1: none. Results do not depend on workers. Fork
         no program with threads of its own.
     options: further fields of `Workload`: criterion, inputs, clip_norm, reduce_dtype, states, update.

@@ -26,8 +26,9 @@ def local_search(
 
     Only plans faster than all plans priced before are checked for memory.
     check: raises ValueError for a plan that the model refuses. is_over: whether to end, asked before each price.
-    A start has as few microbatches, and recomputes as little, as the memory allows. The search climbs at once from a
-    start faster than every plan before, and from slower starts at the end.
+
+    A start recomputes as little as the memory allows, and without stages has as few microbatches. The search climbs at
+    once from a start faster than every plan before, and from slower starts at the end.
     """
     search = _LocalSearch(space=space, check=check, prices=prices, runs=runs, is_over=is_over)
     slower = dict[Candidate, float]()  # starts slower than an earlier start, with their seconds
@@ -61,8 +62,8 @@ class _LocalSearch:
     def starts(self) -> Iterator[Candidate]:
         """A plan for each pair of sizes of "pp" and "tp". Unless fixed, "tp" is at most a node.
 
-        Among meshes whose "dp" divides the rows, the plan has the mesh with the least "cp". Experts are divided within
-        a node.
+        Among meshes whose "dp" divides the rows, the plan has the mesh with the least "cp". Experts are divided over at
+        most as many ranks as a node has.
         """
         space, node = self.space, self.prices.chip.levels[0].ranks
         chosen = dict[tuple[int, int], Candidate]()
@@ -85,7 +86,7 @@ class _LocalSearch:
                 yield start
 
     def first_fit(self, start: Candidate, *, ahead: Sequence[Candidate]) -> Candidate | None:
-        """The plan to start from: the start with as few microbatches, and as little recomputed, as the memory allows.
+        """The plan to start from: the first that fits, by the microbatches of `_counts` and then by recomputation.
 
         With full recomputation a plan takes the least memory: if too large still, the next plan has four times the
         microbatches. None where no plan fits, or each takes longer than the best plan. ahead: as for `seconds_of`.

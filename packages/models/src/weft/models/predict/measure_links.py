@@ -36,9 +36,10 @@ class MeasuredLinks:
 def measure_links(device: torch.device, seconds: float) -> MeasuredLinks:
     """Measure the level of this machine's links, and the rate of each kind of collective by a rank's received bytes.
 
-    On a CPU, the calling thread first works for a collective, and can run no op: `collective_host_seconds`, equal for
-    all kinds. The rates in `collectives` are of the time after this work. All-reduced gradients have a rate of their
-    own on a CPU, which `transfer` prefers.
+    On a CPU, the calling thread first works for the collective, and meanwhile can run no op. The seconds of this work
+    are `collective_host_seconds`, equal for all kinds: the median over kinds, each with the fewest bytes. The rates in
+    `collectives` are of the time after this work. All-reduced gradients have a rate of their own on a CPU, which
+    `transfer` in price.py prefers.
     seconds: how long to measure, roughly. The results are equal on all ranks, because the slowest rank counts. A world
     of a single rank has links without cost.
     Communication: called by all ranks of the world together.

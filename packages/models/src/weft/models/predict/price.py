@@ -1,7 +1,7 @@
 """Prices a trace's events on a chip, in seconds: `seconds_of` the device's work, `collective_seconds` of collectives.
 
-No price gets longer where a peak or a bandwidth of the chip gets higher, or a latency lower. Numbers that follow from
-no rule are in the chip's file.
+No price gets longer where a peak or a bandwidth of the chip gets higher, or a latency lower. Measured numbers are in
+the chip's file.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _tiled_seconds(
 def _attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> float:
     """Seconds of attention (batch, heads, kv_heads, T, S, head_dim), without the launch.
 
-    The operations of `compute`, over the peak times `chip.attention_reachable`. With fewer blocks of 128 queries (in
-    backward: keys) than multiprocessors, some multiprocessors idle.
+    The operations of `compute`, over the peak times `chip.attention_reachable`. `seconds_of` also counts the bytes.
+    With fewer blocks of 128 queries (in backward: keys) than multiprocessors, some multiprocessors idle.
     """
     batch, heads, _, T, S, _ = size
     is_backward = compute.part == "backward"

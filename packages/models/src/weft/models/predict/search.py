@@ -28,7 +28,7 @@ C = TypeVar("C", bound=_HasComplexity)
 # bound, the candidate or family, and once priced the price's value. No two entries have the same complexity.
 _Entry = tuple[float, tuple[int, ...], int, str, Any, Any]
 CLOSER, MEMBERS = -2, -1  # the next stage of a family: `CandidateFamily.closer`, `CandidateFamily.members`
-AHEAD = 8  # candidates whose runs may be made while a candidate's runs are
+AHEAD = 8  # candidates whose runs on shapes may be made while a candidate's are
 
 
 def _no_runs(candidate: Any) -> Sequence[Any]:
@@ -49,7 +49,7 @@ class Bound(Generic[C]):
 class CandidateFamily(Generic[C]):
     """Candidates with common lower bounds of their seconds. Listed only where these bounds do not cut all off."""
 
-    complexity: tuple[int, ...]  # at most each member's, and no further family's
+    complexity: tuple[int, ...]  # at most each member's; no two families have the same
     count: int  # of members
     seconds: float  # never above a member's price; math.inf where no member fits
     name: str  # of the bound `seconds`, as for `Bound`
@@ -126,14 +126,15 @@ def search(
         and the reason for `Certificate.refused`.
     fits: whether a candidate fits the memory: a test too slow for a bound. Called for candidates that are no slower
         than the last result, and after `within` for priced candidates. None: all candidates fit.
-    within: seconds after which the search ends: with less than `keep` candidates priced, of the candidates with the
-        most bounds known those with the least bounds are still priced, `keep` at once until one fits. The certificate
+    within: seconds after which the search ends. If fewer than `keep` candidates are priced, pricing goes on until one
+        fits: of the candidates with the most bounds known, the `keep` with the least bounds, and again. The certificate
         counts the candidates left.
     price_runs, fit_runs: what `price` and `fits` need, as `Bound.runs`.
     prepare: makes what a bound that is not eager, a price or `fits` needs before the call, where anything is needed.
         Called as (needed, ahead): `ahead` lists what is likely to be needed next. Results do not depend on `prepare`.
     suggest: finds good candidates without bounds, as pairs of a family's `key` and a candidate. These are priced at
         once. Called once, after a third of `within`, with a function that says whether five sixths are over.
+
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. A candidate
     whose price is the least of all prices and bounds left is tried for memory, and is then the next result. So the
     search ends with the last result, and the results are those of pricing every candidate.

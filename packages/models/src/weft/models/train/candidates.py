@@ -59,7 +59,7 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
     """The mesh and the plan of a run as a search's candidate.
 
     config: of the run, with all plan options filled in. axes: the mesh's axes with their sizes.
-    Raises ValueError for a plan with --plan.split, since a candidate's stages have equally many layers, and with
+    Raises ValueError for a plan with --plan.split, since a candidate's layers are cut as evenly as possible, and with
     --plan.exact, which has no price.
     """
     if config.plan.exact is not None:
@@ -69,7 +69,7 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
         )
     if config.plan.split not in (None, "layers"):
         raise ValueError(
-            f"--plan.split {config.plan.split!r}: a prediction on a chip knows stages of equally many layers alone; "
+            f"--plan.split {config.plan.split!r}: a prediction on a chip cuts the layers as evenly as possible; "
             f"leave --plan.split out"
         )
     plan, pp = config.plan, axes.get("pp", 1)
