@@ -19,7 +19,7 @@ from weft.models.predict.plan_memory import PlanMemory
 from weft.models.predict.plan_prices import PlanPrices
 from weft.models.predict.plans import Candidate, Space
 from weft.models.predict.price import collective_seconds, seconds_of
-from weft.models.predict.stage_traces import StageTraces
+from weft.models.predict.stage_traces import StageTraces, folded
 from weft.models.predict.workload import Workload
 from weft.models.train.candidates import workload_of
 from weft.models.train.recipes import recipe
@@ -169,6 +169,40 @@ def test_a_trace_of_experts_over_ranks_is_derived_from_two_with_fewer_rows(plan:
     )
     for below, above in zip((found.first[-1], found.later[-1]), (expected.first[-1], expected.later[-1]), strict=True):
         assert all(0.98 * y <= x <= y * (1 + 1e-9) for x, y in zip(below, above, strict=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"tp": 8, "ep": 4}, id="tp"),
+        pytest.param({"tp": 8, "ep": 8, "over_tp": True, "sequence": True, "recompute": "full"}, id="over-tp"),
+        pytest.param({"cp": 16, "ep": 8, "context": "all_gather", "recompute": "selective"}, id="cp"),
+        pytest.param({"cp": 8, "tp": 8, "ep": 2, "context": "all_gather", "sequence": True}, id="cp-tp"),
+        pytest.param({"cp": 8, "tp": 4, "ep": 8, "over_tp": True, "context": "all_gather"}, id="cp-over-tp"),
+    ],
+)
+def test_a_trace_of_experts_over_ranks_is_derived_from_the_least_sizes_of_tp_and_cp(plan: dict[str, Any]) -> None:
+    """As many ranks exchange tokens in each, in groups with the stride of the mesh."""
+    workload = by_way(replace(prices_of_experts().workload, rows=64, tokens=4096), "exchange")
+    stages = StageTraces(workload=workload, num_experts=8, tp=(2, 4), cp=(2, 4))
+    candidate = folded(Candidate(**plan, pp=2, schedule="1f1b", microbatches=3))
+    rows = 4 * candidate.dp
+    derived = stages.trace(candidate, rows)
+    assert all(each.tp <= 4 and each.cp <= 4 for each, _ in stages.known.results())
+    run = workload.trace(candidate, rows)
+    chip = load_chip("h100")
+    starts = [
+        [each for segment in trace.segments for each in segment.events if isinstance(each, Start)]
+        for trace in (derived, run)
+    ]
+    groups = [{(each.size, each.stride) for each in of_trace if each.axes == ("ep",)} for of_trace in starts]
+    assert groups[0] == groups[1] != set()
+    found, expected = (
+        work_of(each, partial(seconds_of, chip=chip), partial(collective_seconds, chip=chip)) for each in (derived, run)
+    )
+    for below, above in zip((found.first[-1], found.later[-1]), (expected.first[-1], expected.later[-1]), strict=True):
+        assert all(0.9 * y <= x <= y * (1 + 1e-9) for x, y in zip(below, above, strict=True))
 
 
 def test_only_sizes_that_divide_the_experts_are_searched() -> None:

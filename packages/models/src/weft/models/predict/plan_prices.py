@@ -26,7 +26,7 @@ from .plan_runs import PlanRun, unmade
 from .plans import Candidate, reason_of
 from .price import collective_seconds, seconds_of
 from .search import Bound
-from .stage_traces import STAGE, StageTraces
+from .stage_traces import STAGE, StageTraces, folded
 from .trace import RUN_MICROBATCHES
 from .workload import Workload
 
@@ -371,10 +371,8 @@ def _even_stage(recompute: Recompute, ep: int = 1) -> Candidate:
 
 def _stage_of(candidate: Candidate) -> Candidate:
     """The candidate of a stage without data axes beyond "ep", whose trace all candidates with these options share."""
-    folded = candidate.cp * (candidate.tp if candidate.over_tp else 1)
-    return Candidate(
+    stage = Candidate(
         **STAGE,
-        dp=candidate.ep // math.gcd(candidate.ep, folded),
         tp=candidate.tp,
         cp=candidate.cp,
         ep=candidate.ep,
@@ -383,3 +381,4 @@ def _stage_of(candidate: Candidate) -> Candidate:
         sequence=candidate.sequence,
         recompute=candidate.recompute,
     )
+    return folded(stage)

@@ -3,7 +3,8 @@
 The bytes, operations and sizes of an event are products of dimensions. Rows, 1 / tp and 1 / cp are each a factor of at
 most a single dimension, and the share received by a rank, (tp - 1) / tp, adds a multiple of 1 / tp. Each number is
 therefore linear in the rows, in 1 / tp and in 1 / cp, and two sizes give the numbers of all sizes. With more ranks of
-"tp" than heads of keys, the heads are replicated, and the real numbers are higher.
+"tp" than heads of keys, the heads are replicated, and the real numbers are higher. Numbers with "ep" are linear, too,
+on meshes with as few ranks along "dp" as "ep" takes: as many ranks exchange tokens on each.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class StageTraces:
             return None
         traces = [self._sums(part, count) for part, count, _ in parts]
         sizes = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}
-        return combined(traces, [weight for _, _, weight in parts], sizes)
+        experts = candidate.ep, 1 if candidate.over_tp else candidate.tp
+        return combined(traces, [weight for _, _, weight in parts], sizes, experts)
 
     def _parts(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int, Fraction]]:
         """The candidates and rows whose traces add up to a trace, each with a weight; [] where the candidate is run.
@@ -114,20 +116,31 @@ class StageTraces:
         ]
 
     def _parts_of_experts(self, candidate: Candidate, rows: int) -> list[tuple[Candidate, int, Fraction]]:
-        """`_parts` with "ep": of fewer rows, whose tokens come to experts in the same way as those of `rows` rows."""
+        """`_parts` with "ep": tokens of each part come to experts in the same way as those of `rows` rows."""
         on_rank, uneven = divmod(rows, candidate.dp)
-        way, first = self.way(candidate, rows), min(ROWS)
+        way = self.way(candidate, rows)
+        if uneven or way is None or not self._is_even(candidate):
+            return []
+        of_rows = self._rows_of_experts(candidate, on_rank, way)
+        of_tp, of_cp = self._weights(self.tp, candidate.tp), self._weights(self.cp, candidate.cp)
+        parts = [
+            (folded(replace(candidate, tp=tp, cp=cp)), count, of_count * of_tp_size * of_cp_size)
+            for (count, of_count), (tp, of_tp_size), (cp, of_cp_size) in product(of_rows, of_tp, of_cp)
+        ]
+        # Further ranks along "dp" would be others on other meshes.
+        if candidate != folded(candidate) or any(self.way(part, count * part.dp) != way for part, count, _ in parts):
+            parts = [(candidate, count, weight) for count, weight in of_rows]
+        return [] if len(parts) == 1 else [(part, count * part.dp, weight) for part, count, weight in parts]
+
+    def _rows_of_experts(self, candidate: Candidate, on_rank: int, way: TokenTransport) -> Weights:
+        """The rows of a rank to trace, each with a weight: two numbers whose tokens take the `way`, or `on_rank`."""
+        first = min(ROWS)
         while first + 1 < on_rank and way != self.way(candidate, first * candidate.dp):
             first *= 2
-        if uneven or way is None or first + 1 >= on_rank or not self._is_even(candidate):
-            return []
         points = first, first + 1
-        if way != self.way(candidate, points[1] * candidate.dp):
-            return []
-        return [
-            (candidate, count * candidate.dp, weight)
-            for count, weight in zip(points, line(points, on_rank), strict=True)
-        ]
+        if first + 1 >= on_rank or way != self.way(candidate, points[1] * candidate.dp):
+            return ((on_rank, Fraction(1)),)
+        return tuple(zip(points, line(points, on_rank), strict=True))
 
     def way(self, candidate: Candidate, rows: int) -> TokenTransport | None:
         """The way of tokens to experts in a microbatch of `rows` rows over all ranks; None where not known before."""
@@ -159,6 +172,12 @@ class StageTraces:
         return self.workload.tokens % parts == 0 and all(size % tp == 0 for size in self._sizes)
 
 
+def folded(candidate: Candidate) -> Candidate:
+    """The candidate with as few ranks along "dp" as "ep" takes beside "cp", and "tp" where experts are over "tp"."""
+    inner = candidate.cp * (candidate.tp if candidate.over_tp else 1)
+    return replace(candidate, dp=candidate.ep // math.gcd(candidate.ep, inner))
+
+
 def least_two(sizes: Iterable[int]) -> tuple[int, ...]:
     """The two least of an axis' sizes above 1, for `StageTraces`."""
     return tuple(sorted({*sizes} - {1})[:2])
@@ -175,11 +194,13 @@ def _has_only_passes(candidate: Candidate) -> bool:
     return candidate.dp == 1 or candidate.ep > 1
 
 
-def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mapping[str, int]) -> Trace | None:
+def combined(
+    traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mapping[str, int], experts: tuple[int, int] = (1, 1)
+) -> Trace | None:
     """The trace whose numbers are the weighted sums of the traces' numbers, rounded down.
 
     None for traces that differ in events, and not in numbers alone.
-    sizes: of the mesh's axes, outermost first, for the groups of collectives.
+    sizes: of the mesh's axes, outermost first, for the groups of collectives. experts: size and stride of "ep".
     """
     divisor = math.lcm(*(weight.denominator for weight in weights))
     factors = [int(weight * divisor) for weight in weights]
@@ -198,6 +219,8 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
             nbytes = max(0, nbytes - rounded)
             if len({(each.size, each.stride) for each in counted}) == 1:
                 return replace(first, nbytes=nbytes)  # no traced size changes the group
+            if first.axes == ("ep",):
+                return replace(first, nbytes=nbytes, size=experts[0], stride=experts[1])
             size = math.prod(sizes[axis] for axis in first.axes)
             axes = list(sizes)
             inner = axes[1 + max(map(axes.index, first.axes)) :]
