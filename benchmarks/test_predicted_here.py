@@ -1,6 +1,7 @@
 """Predicts steps on this machine and times them: three small models under eight plans each, on one and two processes.
 
-The machine must be quiet. `weft measure` measures it first, for a minute; PREDICTED_CHIP names a file measured before.
+The machine must be quiet. `weft measure` measures the machine first, for a minute; PREDICTED_CHIP names a file measured
+before.
 The plans' steps take turns, in two processes, and each plan is predicted as by `weft explain --chip FILE`.
 """
 

@@ -1,7 +1,8 @@
-"""Predicts training steps that others have published, and prints predicted beside reported seconds and memory.
+"""Predicts published training steps, and prints predicted beside reported seconds and memory.
 
-The rows are data, `published/rows.toml`; what each program does otherwise than Weft's is data, `published/stacks.toml`;
-machines are `weft/models/predict/chips.toml`. No number belongs to a row. Needs no GPU: a step is traced on shapes.
+Three files are data: the rows in `published/rows.toml`, the differences of each program from Weft's in
+`published/stacks.toml`, machines in `weft/models/predict/chips.toml`. No number belongs to a single row. A
+step is traced on shapes, without a GPU.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def resident_with_heap(case: Case) -> int:
 def _warm_up(case: Case) -> tuple[int, int]:
     """Run two steps of a model. Returns `Parts.imported` and `Parts.kept`.
 
-    What libraries keep is then in memory: code, stacks, the buffers of matrix products and of sockets. None of it is
-    tensors, and it does not grow with the steps.
+    Afterwards the memory has all that libraries keep: code, stacks, the buffers of matrix products and of sockets. No
+    tensor is kept, and further steps keep no more.
     """
     torch.set_num_threads(1)
     _trim()

@@ -94,13 +94,16 @@ class _LocalSearch:
         for count in self._counts(start):
             plans = (replace(start, microbatches=count, recompute=kind) for kind in RECOMPUTES)
             kinds = [each for each in plans if each in self.space]
-            for each in dict.fromkeys([*kinds[:1], *kinds[-1:]]):
-                if self.seconds_of(each, ahead=[*kinds, *ahead]) < math.inf or each not in self.too_large:
-                    break
-            else:
+            least_and_most = dict.fromkeys([*kinds[:1], *kinds[-1:]])  # recomputed
+            if all(self._exceeds_memory(each, ahead=[*kinds, *ahead]) for each in least_and_most):
                 continue
             return next((each for each in kinds if self.seconds_of(each, ahead=ahead) < math.inf), None)
         return None
+
+    def _exceeds_memory(self, candidate: Candidate, *, ahead: Sequence[Candidate]) -> bool:
+        """Prices the plan; returns whether the plan was found to exceed the memory. ahead: as for `seconds_of`."""
+        self.seconds_of(candidate, ahead=ahead)
+        return candidate in self.too_large
 
     def _counts(self, start: Candidate) -> Iterator[int]:
         """The numbers of microbatches to try: the start's, then four times as many while ranks have several rows."""

@@ -88,12 +88,6 @@ def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[]
     square = distribute(whole.view(ranks, -1), layouts["S(0)"])
     across = Layout(mesh, f"{AXIS}: S(1)")
     rank = dist.get_rank()
-    trained = nn.ParameterList([nn.Parameter(distribute(whole, layouts["R"]))])
-    sync = GradientSync(trained)
-
-    def sum_gradients() -> None:
-        trained[0].grad = summed
-        sync.wait()
 
     def message() -> None:
         if rank == 0:
@@ -110,6 +104,13 @@ def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[]
         ("recv", nbytes, message),
     ]
     if whole.is_cpu:
+        trained = nn.ParameterList([nn.Parameter(distribute(whole, layouts["R"]))])
+        sync = GradientSync(trained)
+
+        def sum_gradients() -> None:
+            trained[0].grad = summed
+            sync.wait()
+
         calls += [
             (GRADIENTS, 2 * received, sum_gradients),
             (COPY, 2 * received, lambda: torch.cat([whole])),

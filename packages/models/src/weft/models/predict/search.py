@@ -174,15 +174,15 @@ def search(
     runs_of_stages = [*(bound.runs for bound in bounds), price_runs, fit_runs]
 
     def needs(stage: int, candidate: Any) -> Sequence[Any]:
-        """What the stage of a candidate or family needs."""
+        """The runs for the stage of a candidate or family."""
         if stage < 0:
             return candidate.closer.runs(candidate.key) if stage == CLOSER else ()
         return runs_of_stages[stage](candidate)
 
     def first_runs(stage: int, candidate: Any) -> Sequence[Any]:
-        """What the candidate needs first: for the bounds from this stage on, or at a later stage for that stage alone.
+        """The candidate's runs for the next bound that needs runs; after the bounds, for the present stage alone.
 
-        A candidate that lacks a bound needs nothing for the price: bounds spare most prices.
+        A candidate without all bounds needs no runs for the price: bounds spare most prices.
         """
         if stage < 0 or stage >= len(bounds):
             return needs(stage, candidate)
